@@ -1,0 +1,147 @@
+"""What people call: flash_decode() and explain()."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_decoding import backends
+from flash_decoding.op import run
+from flash_decoding.problem import Call, find_errors, make_problem
+from flash_decoding.workspace import Workspace
+
+
+def flash_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "bhnd",
+    kv_lens: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Workspace | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of one new query token per sequence against a long key/value cache, parallel over the keys.
+
+    The keys are cut into splits, every split gives a partial softmax, and the partials are merged exactly: the result
+    is that of softmax(scale q k^T) v. Query head i reads KV head i // (Hq / Hkv), and K and V are read once for all
+    query heads of their group. There is no backward.
+
+    Args:
+        q: [B, Hq, 1, D], float16, bfloat16 or float32. D a multiple of 8 from 16 to 256.
+        k: [B, Hkv, N, D], dtype of q. Any strides with the last axis contiguous; never copied.
+        v: [B, Hkv, N, Dv], likewise. Dv may differ from D.
+        layout: "bhnd" as above (SDPA, Transformers), or "bnhd" (flash-attn): q [B, 1, Hq, D], k [B, N, Hkv, D],
+            v [B, N, Hkv, Dv].
+        kv_lens: [B] int32 or int64 on the device of q, keys to use per sequence, 0 allowed; None means N. Never read on
+            the host, so a captured CUDA graph is right for every later content. Values outside 0 to N are clamped on a
+            GPU and refused on the CPU, where looking costs nothing.
+        kv_start: [B], the first key to use per sequence (left padding), likewise; None means 0.
+        scale: multiplies q·k; None means 1/sqrt(D).
+        key_mask: [B, N] bool, True for a visible key; None means all. Combines with kv_lens and kv_start, which spare
+            loading what they exclude.
+        num_splits: how many splits per sequence; None lets the planner choose, 1 takes no scratch and one kernel.
+        split_size: keys per split instead; a sequence's result then has the same bits whatever else is in the batch.
+        return_lse: return (out, lse) instead of out.
+        out, lse: where to write; None allocates. out has the shape and dtype of the result, with any strides whose last
+            is 1; lse is [B, Hq, 1] float32 and contiguous.
+        workspace: scratch owned by the caller; None uses the library's own, one per device, stream and thread.
+        backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
+        check: also read kv_lens and kv_start on a GPU and refuse values outside the cache; synchronises.
+
+    Returns:
+        out: [B, Hq, 1, Dv] ([B, 1, Hq, Dv] for "bnhd"), dtype of q. lse, with return_lse: [B, Hq, 1] float32, the
+        natural log of the sum of exp of the scaled scores. A row that sees no key has out 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes, devices, layouts or values that do not fit, or a backend that cannot run the call.
+        TypeError: a wrong Python type or dtype. All are raised before any launch; explain() lists every reason.
+
+    Example:
+        >>> q, k, v = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 1000, 64), torch.randn(2, 2, 1000, 64)
+        >>> out, lse = flash_decode(q, k, v, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 8, 1, 64]), torch.Size([2, 8, 1]))
+
+    Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(
+            q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, return_lse, out, lse,
+            workspace, backend,
+        )  # fmt: skip
+    call = Call(q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, out, lse, check)
+    problem = make_problem(call)
+    for error in backends.find_backend_errors(backend, q.device):
+        raise error
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
+    if out is None:
+        out = torch.empty((*q.shape[:3], problem.value_dim), dtype=q.dtype, device=q.device)
+    if return_lse and lse is None:
+        lse = torch.empty((problem.batch, problem.heads_q, problem.q_len), dtype=torch.float32, device=q.device)
+    run(problem, call, backend, workspace, out, lse)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "bhnd",
+    kv_lens: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Workspace | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> list[str]:
+    """Every reason why flash_decode() would refuse these arguments; an empty list means that it accepts them.
+
+    Args: those of flash_decode(). Nothing is computed.
+
+    Example:
+        >>> q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 4, 100, 64), torch.randn(2, 4, 100, 64)
+        >>> explain(q, k, v)
+        ['heads_q must be a positive multiple of heads_kv, got 6 and 4']
+    """
+    call = Call(q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, out, lse, check)
+    reasons = [str(error) for error in find_errors(call)]
+    if isinstance(q, Tensor):
+        reasons += [str(error) for error in backends.find_backend_errors(backend, q.device)]
+    if workspace is not None and not isinstance(workspace, Workspace):
+        reasons.append(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
+    return reasons
+
+
+def _traced(
+    q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, return_lse, out, lse, workspace, backend
+):  # fmt: skip
+    """The call as torch.compile sees it: outputs made in the graph, one op that fills them; the op checks when it runs."""
+    if workspace is not None:
+        raise ValueError("workspace must be None under torch.compile, whose graphs own their scratch")
+    if out is None:
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+    if return_lse and lse is None:
+        heads, length = (1, 2) if layout == "bhnd" else (2, 1)
+        lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)
+    torch.ops.flash_decoding.decode(
+        q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, backend, out, lse
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,56 @@
+"""The implementations behind flash_decode(): one folder each, none imports another, each loaded when first used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+BACKENDS = ("auto", "triton", "cpu")
+_MIN_CAPABILITY = (8, 0)
+
+
+def find_backend_errors(backend: str, device: torch.device) -> Iterator[Exception]:
+    """Every reason why `backend` cannot run on tensors of `device`."""
+    if backend not in BACKENDS:
+        yield ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+        return
+    if device.type not in ("cpu", "cuda"):
+        yield ValueError(f"q must be on a CPU or a CUDA device, got {device}")
+        return
+    name = resolve(backend, device)
+    for reason in _refusals(name, device.type, device.index):
+        yield ValueError(f"backend {name!r} cannot run this call: {reason}")
+
+
+def resolve(backend: str, device: torch.device) -> str:
+    """The backend's own name: 'auto' is the one made for the device."""
+    return ("triton" if device.type == "cuda" else "cpu") if backend == "auto" else backend
+
+
+def load(name: str) -> ModuleType:
+    """The backend's module, with plan() and decode(); importing it may take a second."""
+    return importlib.import_module(f"flash_decoding.backends.{name}")
+
+
+@lru_cache(maxsize=64)
+def _refusals(name: str, device_type: str, device_index: int | None) -> tuple[str, ...]:
+    if name == "cpu":
+        if device_type != "cpu":
+            return ("q is on a CUDA device; backend='triton' can",)
+        return () if importlib.util.find_spec("numba") else ("numba is not installed",)
+    if importlib.util.find_spec("triton") is None:
+        return ("triton is not installed",)
+    if device_type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return ()
+        return ("q is on the CPU; backend='cpu' can, and TRITON_INTERPRET=1 interprets the kernels",)
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < _MIN_CAPABILITY:
+        return (f"it needs compute capability 8.0 or newer, got {capability[0]}.{capability[1]}",)
+    return ()

@@ -1,0 +1,535 @@
+"""A small vocabulary of SIMD for Numba: vectors of float32, and tuples of them that live in registers.
+
+Numba leaves vectorisation to LLVM, which gives up on the loops of attention. Here the vectors are explicit: `Vector` is an LLVM vector of
+LANES float32, the functions below are the few operations the kernels need, and a tuple of vectors is a block of accumulators. LLVM
+legalises every operation for the host, so nothing here asks for a particular instruction set.
+
+Memory is addressed by plain integers. The element kind of K, V, q and out travels as a NumPy scalar whose type says how to read memory:
+
+    float32 -> float32        int16 -> the bits of a float16        uint16 -> the bits of a bfloat16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import PrimitiveModel, register_default
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+_FEATURES: frozenset[str] = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+_TRIPLE: str = cpu_target.target_context.codegen().magic_tuple()[0]
+
+# 32 registers of 512 bits hold 16 accumulators of 16 floats; with 256 bits (or two NEON registers) 8 of 8 is what fits.
+LANES = 16 if "+avx512f" in _FEATURES else 8
+# x86 without F16C has no instruction for float16, and LLVM would call a library function that may not be there.
+_HAS_HALF = "+f16c" in _FEATURES or not _TRIPLE.startswith(("x86", "i386", "i686"))
+
+_FLOAT = ir.FloatType()
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+class VectorType(types.Type):
+    """LANES float32 in one register."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"Vector(float32 x {LANES})")
+
+
+Vector = VectorType()
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_BITS = ir.VectorType(_I32, LANES)
+
+
+@register_default(VectorType)
+class _VectorModel(PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, _VECTOR)
+
+
+# LLVM building blocks: builder in, LLVM value out ------------------------------------------------------------------------------------
+
+
+def _floats(value: float) -> ir.Constant:
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _bits(value: int) -> ir.Constant:
+    return ir.Constant(_BITS, [value] * LANES)
+
+
+def _at(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type) -> ir.Value:
+    return builder.inttoptr(address, type_.as_pointer())
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type, align: int) -> ir.Value:
+    return builder.load(_at(builder, address, type_), align=align)
+
+
+def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int) -> None:
+    builder.store(value, _at(builder, address, value.type), align=align)
+
+
+def _offset(builder: ir.IRBuilder, address: ir.Value, step: ir.Value, n: int) -> ir.Value:
+    return builder.add(address, builder.mul(step, ir.Constant(_I64, n)))
+
+
+def _broadcast(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), _bits(0))
+
+
+def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    # fmuladd, not fma: without an FMA unit the latter is a library call per lane.
+    type_ = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    function = cgutils.get_or_insert_function(builder.module, type_, f"llvm.fmuladd.v{LANES}f32")
+    return builder.call(function, [a, b, c])
+
+
+def _maximum(builder: ir.IRBuilder, new: ir.Value, old: ir.Value) -> ir.Value:
+    """The larger of two, lane by lane; old where new is NaN."""
+    return builder.select(builder.fcmp_ordered(">", new, old), new, old)
+
+
+def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), order))
+
+
+def _widen(builder: ir.IRBuilder, address: ir.Value, kind: types.Type) -> ir.Value:
+    if kind == types.float32:
+        return _load(builder, address, _VECTOR, align=4)
+    raw = _load(builder, address, ir.VectorType(_I16, LANES), align=2)
+    if kind == types.uint16:
+        return builder.bitcast(builder.shl(builder.zext(raw, _BITS), _bits(16)), _VECTOR)
+    if _HAS_HALF:
+        return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
+    return _widen_half_by_bits(builder, raw)
+
+
+def _widen_half_by_bits(builder: ir.IRBuilder, raw: ir.Value) -> ir.Value:
+    """float16 to float32 with integer operations: move the fields, then rebias the exponent by an exact multiplication."""
+    bits = builder.zext(raw, _BITS)
+    moved = builder.shl(builder.and_(bits, _bits(0x7FFF)), _bits(13))
+    rebiased = builder.bitcast(builder.fmul(builder.bitcast(moved, _VECTOR), _floats(2.0**112)), _BITS)
+    special = builder.icmp_unsigned(">=", moved, _bits(0x0F800000))
+    magnitude = builder.select(special, builder.or_(moved, _bits(0x7F800000)), rebiased)
+    sign = builder.shl(builder.and_(bits, _bits(0x8000)), _bits(16))
+    return builder.bitcast(builder.or_(magnitude, sign), _VECTOR)
+
+
+def _narrow(builder: ir.IRBuilder, value: ir.Value, kind: types.Type) -> ir.Value:
+    """Round to nearest, ties to even, into the stored form of `kind`."""
+    if kind == types.float32:
+        return value
+    if kind == types.int16 and _HAS_HALF:
+        return builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES))
+    bits = builder.bitcast(value, _BITS)
+    nan = builder.fcmp_unordered("uno", value, value)
+    narrow = _narrow_half_by_bits(builder, bits, nan) if kind == types.int16 else _narrow_bfloat(builder, bits, nan)
+    return builder.trunc(narrow, ir.VectorType(_I16, LANES))
+
+
+def _narrow_bfloat(builder: ir.IRBuilder, bits: ir.Value, nan: ir.Value) -> ir.Value:
+    high = builder.lshr(bits, _bits(16))
+    half_up = builder.add(_bits(0x7FFF), builder.and_(high, _bits(1)))
+    rounded = builder.lshr(builder.add(bits, half_up), _bits(16))
+    return builder.select(nan, builder.or_(high, _bits(0x40)), rounded)
+
+
+def _narrow_half_by_bits(builder: ir.IRBuilder, bits: ir.Value, nan: ir.Value) -> ir.Value:
+    """float32 to float16 with integer operations; the subnormal results are rounded by one float32 addition."""
+    magnitude = builder.and_(bits, _bits(0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(magnitude, _bits(13)), _bits(1))
+    normal = builder.lshr(builder.add(builder.sub(magnitude, _bits((127 - 15) << 23)), builder.add(_bits(0xFFF), odd)), _bits(13))
+    # At 0.5 the last bit of a float32 is worth 2**-24, the spacing of float16's subnormals.
+    shifted = builder.fadd(builder.bitcast(magnitude, _VECTOR), _floats(0.5))
+    subnormal = builder.sub(builder.bitcast(shifted, _BITS), _bits(0x3F000000))
+    small = builder.icmp_unsigned("<", magnitude, _bits((127 - 14) << 23))
+    large = builder.icmp_unsigned(">=", magnitude, _bits(0x47800000))
+    half = builder.select(small, subnormal, builder.select(large, _bits(0x7C00), normal))
+    sign = builder.and_(builder.lshr(bits, _bits(16)), _bits(0x8000))
+    return builder.or_(builder.select(nan, _bits(0x7E00), half), sign)
+
+
+def _transpose_add(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """LANES vectors to one: lane i is the sum of vector i. Halves the number of vectors at each step, so it costs 2 shuffles and
+    1 addition per vector, where separate horizontal sums would cost as much as the dot products they finish."""
+
+    def halve(pairs: list[ir.Value], low: list[int], high: list[int]) -> list[ir.Value]:
+        return [
+            builder.fadd(_shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
+            for a, b in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
+
+    quads = range(0, LANES, 4)
+    # Inside each group of 4 lanes, then groups: these orders are single instructions on AVX and AVX-512.
+    low = [i for n in quads for i in (n, n + LANES, n + 1, n + 1 + LANES)]
+    high = [i + 2 for i in low]
+    vectors = halve(vectors, low, high)
+    low = [i for n in quads for i in (n, n + 1, n + LANES, n + 1 + LANES)]
+    high = [i + 2 for i in low]
+    vectors = halve(vectors, low, high)
+    groups = LANES // 4
+    while len(vectors) > 1:
+        even = list(range(0, groups, 2))
+        low = [4 * g + i for g in even + [g + groups for g in even] for i in range(4)]
+        high = [i + 4 for i in low]
+        vectors = halve(vectors, low, high)
+    return vectors[0]
+
+
+def _fold(builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """Combine all lanes into one scalar."""
+    width = LANES // 2
+    while width:
+        vector = combine(_shuffle(builder, vector, vector, [(i + width) % LANES for i in range(LANES)]), vector)
+        width //= 2
+    return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+
+def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    x = builder.select(builder.fcmp_ordered("<", x, _floats(-127.0)), _floats(-127.0), x)
+    # Adding 1.5 * 2**23 rounds to a whole number and leaves it in the low bits, from where a shift makes it the exponent.
+    magic = _floats(1.5 * 2.0**23)
+    shifted = builder.fadd(x, magic)
+    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+    power = _floats(_EXP2[0])
+    for coefficient in _EXP2[1:]:
+        power = _fma(builder, power, fraction, _floats(coefficient))
+    exponent = builder.add(builder.shl(builder.bitcast(shifted, _BITS), _bits(23)), _bits(127 << 23))
+    return builder.fmul(power, builder.bitcast(exponent, _VECTOR))
+
+
+def _tuple(context: Any, builder: ir.IRBuilder, type_: types.UniTuple, values: list[ir.Value]) -> ir.Value:
+    return context.make_tuple(builder, type_, values)
+
+
+def _untuple(builder: ir.IRBuilder, type_: types.UniTuple, value: ir.Value) -> list[ir.Value]:
+    return [builder.extract_value(value, i) for i in range(type_.count)]
+
+
+# The vocabulary. Addresses and steps are int64 and count bytes ---------------------------------------------------------------------
+
+
+@intrinsic
+def element_bytes(typingctx: Any, kind: Any) -> Any:
+    """Bytes of one stored element of this kind."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(_I64, kind.bitwidth // 8)
+
+    return types.int64(kind), codegen
+
+
+@intrinsic
+def load_int64(typingctx: Any, address: Any) -> Any:
+    """The int64 at address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _load(builder, args[0], _I64, align=8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_int32(typingctx: Any, address: Any) -> Any:
+    """The int32 at address, as an int64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.sext(_load(builder, args[0], _I32, align=4), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_byte(typingctx: Any, address: Any) -> Any:
+    """The unsigned byte at address, as an int64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.zext(_load(builder, args[0], ir.IntType(8), align=1), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_float(typingctx: Any, address: Any) -> Any:
+    """The float32 at address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _load(builder, args[0], _FLOAT, align=4)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def store_int64(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write an int64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        _store(builder, args[1], args[0], align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_float(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        _store(builder, args[1], args[0], align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic
+def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
+    """Add to the int64 at address and return what it was, ordered with every other memory access of the thread."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.atomic_rmw("add", _at(builder, args[0], _I64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def splat(typingctx: Any, value: Any) -> Any:
+    """A vector with the same float32 in every lane."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _broadcast(builder, args[0])
+
+    return Vector(types.float32), codegen
+
+
+@intrinsic
+def load(typingctx: Any, address: Any, kind: Any) -> Any:
+    """LANES elements widened to float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _widen(builder, args[0], kind)
+
+    return Vector(types.int64, kind), codegen
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, value: Any, kind: Any) -> Any:
+    """Write LANES elements rounded to the kind."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        _store(builder, _narrow(builder, args[1], kind), args[0], align=kind.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, Vector, kind), codegen
+
+
+def _binary(operation: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return operation(builder, args[0], args[1])
+
+    return Vector(Vector, Vector), codegen
+
+
+@intrinsic
+def add(typingctx: Any, a: Any, b: Any) -> Any:
+    """a + b."""
+    return _binary(lambda builder, x, y: builder.fadd(x, y))
+
+
+@intrinsic
+def sub(typingctx: Any, a: Any, b: Any) -> Any:
+    """a - b."""
+    return _binary(lambda builder, x, y: builder.fsub(x, y))
+
+
+@intrinsic
+def mul(typingctx: Any, a: Any, b: Any) -> Any:
+    """a * b."""
+    return _binary(lambda builder, x, y: builder.fmul(x, y))
+
+
+@intrinsic
+def maximum(typingctx: Any, new: Any, old: Any) -> Any:
+    """The larger of two, lane by lane; old where new is NaN."""
+    return _binary(_maximum)
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once where the host can."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _fma(builder, *args)
+
+    return Vector(Vector, Vector, Vector), codegen
+
+
+@intrinsic
+def lanes_sum(typingctx: Any, vector: Any) -> Any:
+    """The sum of the lanes."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _fold(builder, args[0], lambda x, y: builder.fadd(x, y))
+
+    return types.float32(Vector), codegen
+
+
+@intrinsic
+def lanes_max(typingctx: Any, vector: Any) -> Any:
+    """The largest lane."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _fold(builder, args[0], lambda x, y: _maximum(builder, x, y))
+
+    return types.float32(Vector), codegen
+
+
+@intrinsic
+def exp2(typingctx: Any, x: Any) -> Any:
+    """2**x for x < 128.5, relative error below 1.5e-7; 0 for x <= -127 (the subnormal results) and for -inf; NaN stays NaN."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _exp2(builder, args[0])
+
+    return Vector(Vector), codegen
+
+
+# Blocks of registers: a tuple of vectors, row by row -------------------------------------------------------------------------------
+
+
+@intrinsic
+def zeros_outer(typingctx: Any, rows: Any, columns: Any) -> Any:
+    """A block of zeros, one vector for each pair of two tuples."""
+    block = types.UniTuple(Vector, rows.count * columns.count)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _tuple(context, builder, block, [_floats(0.0)] * block.count)
+
+    return block(rows, columns), codegen
+
+
+@intrinsic
+def fma_outer(typingctx: Any, rows: Any, columns: Any, block: Any) -> Any:
+    """block[i, j] + rows[i] * columns[j]."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        a, b, c = (_untuple(builder, t, x) for t, x in zip(signature.args, args, strict=True))
+        out = [_fma(builder, x, y, c[i * len(b) + j]) for i, x in enumerate(a) for j, y in enumerate(b)]
+        return _tuple(context, builder, block, out)
+
+    return block(rows, columns, block), codegen
+
+
+@intrinsic
+def mul_rows(typingctx: Any, rows: Any, block: Any) -> Any:
+    """block[i, j] * rows[i]."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        a, c = (_untuple(builder, t, x) for t, x in zip(signature.args, args, strict=True))
+        columns = len(c) // len(a)
+        return _tuple(context, builder, block, [builder.fmul(x, a[i // columns]) for i, x in enumerate(c)])
+
+    return block(rows, block), codegen
+
+
+@intrinsic
+def sum_each(typingctx: Any, block: Any) -> Any:
+    """LANES vectors to one vector of their sums."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _transpose_add(builder, _untuple(builder, block, args[0]))
+
+    return Vector(block), codegen
+
+
+@intrinsic
+def add_each(typingctx: Any, address: Any, offsets: Any) -> Any:
+    """The address plus each offset: a tuple of addresses."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        values = [builder.add(args[0], x) for x in _untuple(builder, offsets, args[1])]
+        return _tuple(context, builder, offsets, values)
+
+    return offsets(types.int64, offsets), codegen
+
+
+@intrinsic
+def load_each(typingctx: Any, addresses: Any, offset: Any, kind: Any) -> Any:
+    """The vector at offset from each address."""
+    block = types.UniTuple(Vector, addresses.count)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        places = [builder.add(x, args[1]) for x in _untuple(builder, addresses, args[0])]
+        return _tuple(context, builder, block, [_widen(builder, x, kind) for x in places])
+
+    return block(addresses, types.int64, kind), codegen
+
+
+@intrinsic
+def splat_each(typingctx: Any, addresses: Any, offset: Any) -> Any:
+    """The float32 at offset from each address, each in every lane of its vector."""
+    block = types.UniTuple(Vector, addresses.count)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        places = [builder.add(x, args[1]) for x in _untuple(builder, addresses, args[0])]
+        values = [_broadcast(builder, _load(builder, x, _FLOAT, align=4)) for x in places]
+        return _tuple(context, builder, block, values)
+
+    return block(addresses, types.int64), codegen
+
+
+@intrinsic
+def load_addresses(typingctx: Any, address: Any, like: Any) -> Any:
+    """As many consecutive int64 as `like` has entries."""
+    width = like.count
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        places = [builder.add(args[0], ir.Constant(_I64, 8 * i)) for i in range(width)]
+        return _tuple(context, builder, like, [_load(builder, x, _I64, align=8) for x in places])
+
+    return like(types.int64, like), codegen
+
+
+@intrinsic
+def store_shares(typingctx: Any, addresses: Any, offset: Any, vector: Any) -> Any:
+    """Cut a vector into one equal share per address and write each at offset."""
+    share = LANES // addresses.count
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        for i, x in enumerate(_untuple(builder, addresses, args[0])):
+            part = _shuffle(builder, args[2], args[2], list(range(i * share, (i + 1) * share)))
+            _store(builder, part, builder.add(x, args[1]), align=4)
+        return context.get_dummy_value()
+
+    return types.void(addresses, types.int64, Vector), codegen
+
+
+@intrinsic
+def load_block(typingctx: Any, rows: Any, columns: Any) -> Any:
+    """The float32 vectors at rows[i] + columns[j]."""
+    block = types.UniTuple(Vector, rows.count * columns.count)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        a, b = (_untuple(builder, t, x) for t, x in zip(signature.args, args, strict=True))
+        values = [_load(builder, builder.add(x, y), _VECTOR, align=4) for x in a for y in b]
+        return _tuple(context, builder, block, values)
+
+    return block(rows, columns), codegen
+
+
+@intrinsic
+def store_block(typingctx: Any, rows: Any, columns: Any, block: Any) -> Any:
+    """Write the float32 vectors to rows[i] + columns[j]."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        a, b, c = (_untuple(builder, t, x) for t, x in zip(signature.args, args, strict=True))
+        for i, value in enumerate(c):
+            _store(builder, value, builder.add(a[i // len(b)], b[i % len(b)]), align=4)
+        return context.get_dummy_value()
+
+    return types.void(rows, columns, block), codegen

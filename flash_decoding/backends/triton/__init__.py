@@ -1,0 +1,41 @@
+"""Flash Decoding on GPUs: a chunk kernel and a reduce kernel in Triton."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flash_decoding.backends.triton.chunk import launch_chunk
+from flash_decoding.backends.triton.reduce import launch_reduce
+from flash_decoding.problem import Problem
+from flash_decoding.split_plan import Plan, choose_plan
+from flash_decoding.workspace import Partial
+
+
+def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Plan:
+    """How many splits, and which tile."""
+    p = problem
+    return choose_plan(
+        batch=p.batch, heads_kv=p.heads_kv, group=p.group, q_len=p.q_len, kv_len=p.kv_len, head_dim=p.head_dim,
+        value_dim=p.value_dim, element_size=p.q.element_size(), processors=_processors(p.q.device.index),
+        num_splits=num_splits, split_size=split_size,
+    )  # fmt: skip
+
+
+def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> None:
+    """Fill out and, if it is not None, lse. partial is None exactly when the plan has one split."""
+    device = problem.q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return decode(problem, plan, partial, out, lse)
+    launch_chunk(problem, plan, partial, out, lse)
+    if partial is not None:
+        launch_reduce(problem, plan, partial, out, lse)
+
+
+@lru_cache(maxsize=64)
+def _processors(device_index: int | None) -> int:
+    """Streaming multiprocessors; the interpreter, which has no device, counts as one."""
+    return 1 if device_index is None else torch.cuda.get_device_properties(device_index).multi_processor_count

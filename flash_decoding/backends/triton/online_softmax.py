@@ -1,0 +1,33 @@
+"""The running softmax of a tile of rows: m (maximum, base 2), l (sum), acc (weighted values)."""
+
+import triton
+import triton.language as tl
+
+from flash_decoding.backends.triton.scores import LOG2_E
+from flash_decoding.backends.triton.tile_io import matmul
+
+
+@triton.jit
+def update_softmax(m, l, acc, s, v):
+    """Fold one tile of scores s [M, N] (base 2) and values v [N, Dv] into the state."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_ref = finite_or_zero(m_new)
+    alpha = tl.exp2(m - m_ref)
+    p = tl.exp2(s - m_ref[:, None])  # [M, N]
+    acc = matmul(p.to(v.dtype), v, acc * alpha[:, None])
+    return m_new, l * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit
+def finite_or_zero(m):
+    """m, but 0 where no key was seen: subtracting -inf from -inf would give NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def finish_softmax(m, l):
+    """The factor that turns acc into out, and the natural lse; 0 and -inf where no key was seen."""
+    empty = l == 0.0
+    l_safe = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (finite_or_zero(m) + tl.log2(l_safe)) / LOG2_E)
+    return 1.0 / l_safe, lse

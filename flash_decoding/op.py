@@ -1,0 +1,52 @@
+"""Runs a checked call, and registers that with torch.library for torch.compile and other tracers.
+
+The one op writes into out and lse and returns nothing; its schema declares the mutation. The dispatcher costs several
+microseconds, so an eager call does not go through it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_decoding import backends
+from flash_decoding.problem import Call, Problem, make_problem
+from flash_decoding.workspace import Workspace, take_partial
+
+
+def run(problem: Problem, call: Call, backend: str, workspace: Workspace | None, out: Tensor, lse: Tensor | None) -> None:
+    """Plan, take scratch, start the backend. out has the layout of the call."""
+    if call.layout == "bnhd":
+        out = out.transpose(1, 2)
+    if out.numel() == 0:
+        return
+    module = backends.load(backends.resolve(backend, problem.q.device))
+    plan = module.plan(problem, call.num_splits, call.split_size)
+    rows = (problem.batch, problem.heads_q, problem.q_len)
+    partial = take_partial(workspace, plan.num_splits, rows, problem.value_dim, problem.q.device)
+    module.decode(problem, plan, partial, out, lse)
+
+
+_library = torch.library.Library("flash_decoding", "DEF")
+_library.define(
+    "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, float? scale, "
+    "Tensor? key_mask, int? num_splits, int? split_size, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()"
+)
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, kv_lens: Tensor | None, kv_start: Tensor | None, scale: float | None,
+    key_mask: Tensor | None, num_splits: int | None, split_size: int | None, backend: str,
+    out: Tensor, lse: Tensor | None,
+) -> None:  # fmt: skip
+    call = Call(q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, out, lse)
+    run(make_problem(call), call, backend, None, out, lse)
+
+
+def _decode_fake(*_args: object) -> None:
+    """Nothing to infer: the outputs are arguments."""
+
+
+_library.impl("decode", _decode, "CPU")
+_library.impl("decode", _decode, "CUDA")
+torch.library.register_fake("flash_decoding::decode", _decode_fake, lib=_library)

@@ -1,0 +1,221 @@
+"""Checks a call once and gives every array and option one meaning. All refusals are worded here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("bhnd", "bnhd")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+# Partials of more splits would be larger than the caches they come from.
+MAX_SPLITS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One call with its arrays as [batch, heads, length, width] views, whatever the layout was."""
+
+    q: Tensor  # [B, Hq, Lq, D]
+    k: Tensor  # [B, Hkv, N, D]
+    v: Tensor  # [B, Hkv, N, Dv]
+    kv_lens: Tensor | None  # [B] int32 or int64
+    kv_start: Tensor | None  # [B] int32 or int64
+    key_mask: Tensor | None  # [B, N] bool
+    scale: float
+    batch: int
+    heads_q: int
+    heads_kv: int
+    group: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of flash_decode() as they came."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: str = "bhnd"
+    kv_lens: Tensor | None = None
+    kv_start: Tensor | None = None
+    scale: float | None = None
+    key_mask: Tensor | None = None
+    num_splits: int | None = None
+    split_size: int | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    check: bool = False
+
+
+def make_problem(call: Call) -> Problem:
+    """The checked call; raises the first reason to refuse it."""
+    for error in find_errors(call):
+        raise error
+    q, k, v = call.q, call.k, call.v
+    if call.layout == "bnhd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    batch, heads_q, q_len, head_dim = q.shape
+    _, heads_kv, kv_len, value_dim = v.shape
+    return Problem(
+        q, k, v, call.kv_lens, call.kv_start, call.key_mask,
+        head_dim**-0.5 if call.scale is None else float(call.scale),
+        batch, heads_q, heads_kv, heads_q // heads_kv, q_len, kv_len, head_dim, value_dim,
+    )  # fmt: skip
+
+
+def find_errors(call: Call) -> Iterator[Exception]:
+    """Every reason to refuse the call, the basic ones first; reads no device memory unless call.check."""
+    basic = list(_type_errors(call))
+    if not basic:
+        basic = list(_rank_errors(call))
+    yield from basic
+    if not basic:
+        yield from _shape_errors(call)
+        yield from _split_errors(call)
+        yield from _value_errors(call)
+
+
+def _type_errors(call: Call) -> Iterator[Exception]:
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
+        if not isinstance(x, Tensor):
+            yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    for name in ("kv_lens", "kv_start", "key_mask", "out", "lse"):
+        x = getattr(call, name)
+        if x is not None and not isinstance(x, Tensor):
+            yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+    if call.layout not in LAYOUTS:
+        yield ValueError(f"layout must be one of {list(LAYOUTS)}, got {call.layout!r}")
+    scale = call.scale
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            yield TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+        elif not math.isfinite(scale):
+            yield ValueError(f"scale must be finite, got {scale}")
+
+
+def _rank_errors(call: Call) -> Iterator[Exception]:
+    shape = "[B, H, L, D]" if call.layout == "bhnd" else "[B, L, H, D]"
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
+        if x.ndim != 4:
+            yield ValueError(f"{name} must have shape {shape} for layout {call.layout!r}, got {list(x.shape)}")
+    q = call.q
+    if q.dtype not in DTYPES:
+        yield TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    for name in ("k", "v"):
+        x = getattr(call, name)
+        if x.dtype != q.dtype:
+            yield TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+
+
+def _shape_errors(call: Call) -> Iterator[Exception]:
+    q, k, v = call.q, call.k, call.v
+    heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
+    batch, heads_q, heads_kv = q.shape[0], q.shape[heads], k.shape[heads]
+    kv_len, head_dim, value_dim = k.shape[length], q.shape[3], v.shape[3]
+
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != batch:
+            yield ValueError(f"{name} must have the batch of q, {batch}, got {x.shape[0]}")
+    if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv != 0:
+        yield ValueError(f"heads_q must be a positive multiple of heads_kv, got {heads_q} and {heads_kv}")
+    if v.shape[heads] != heads_kv:
+        yield ValueError(f"v must have the heads of k, {heads_kv}, got {v.shape[heads]}")
+    if v.shape[length] != kv_len:
+        yield ValueError(f"v must have the length of k, {kv_len}, got {v.shape[length]}")
+    if q.shape[length] != 1:
+        yield ValueError(f"q must hold one query token per sequence, got {q.shape[length]}")
+    if k.shape[3] != head_dim:
+        yield ValueError(f"k must have the head_dim of q, {head_dim}, got {k.shape[3]}")
+    for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= MAX_HEAD_DIM:
+            yield ValueError(
+                f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {width}"
+            )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() and x.stride(3) != 1:
+            yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
+        if x.device != q.device:
+            yield ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            yield ValueError(f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()")
+
+    for name in ("kv_lens", "kv_start"):
+        x = getattr(call, name)
+        if x is not None:
+            if x.dtype not in (torch.int32, torch.int64):
+                yield TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+            if x.shape != (batch,):
+                yield ValueError(f"{name} must have shape [{batch}], got {list(x.shape)}")
+            elif x.numel() > 1 and x.stride(0) != 1:
+                yield ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+            if x.device != q.device:
+                yield ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    mask = call.key_mask
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            yield TypeError(f"key_mask must be bool, True for a visible key, got {mask.dtype}")
+        if mask.shape != (batch, kv_len):
+            yield ValueError(f"key_mask must have shape [{batch}, {kv_len}], got {list(mask.shape)}")
+        if mask.device != q.device:
+            yield ValueError(f"key_mask must be on the device of q, {q.device}, got {mask.device}")
+
+    out, lse = call.out, call.lse
+    out_shape = (*q.shape[:3], value_dim)
+    if out is not None:
+        if out.dtype != q.dtype:
+            yield TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")
+        if out.shape != out_shape:
+            yield ValueError(f"out must have shape {list(out_shape)}, got {list(out.shape)}")
+        if out.device != q.device:
+            yield ValueError(f"out must be on the device of q, {q.device}, got {out.device}")
+        if out.numel() and out.stride(-1) != 1:
+            yield ValueError(f"out must have a contiguous last axis, got strides {list(out.stride())}")
+    lse_shape = (batch, heads_q, q.shape[length])
+    if lse is not None:
+        if lse.dtype != torch.float32:
+            yield TypeError(f"lse must be float32, got {lse.dtype}")
+        if lse.shape != lse_shape or not lse.is_contiguous():
+            yield ValueError(f"lse must be contiguous with shape {list(lse_shape)}, got {list(lse.shape)}")
+        if lse.device != q.device:
+            yield ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
+
+
+def _split_errors(call: Call) -> Iterator[Exception]:
+    for name in ("num_splits", "split_size"):
+        x = getattr(call, name)
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
+            yield TypeError(f"{name} must be an int or None, got {type(x).__name__}")
+            return
+    if call.num_splits is not None and call.split_size is not None:
+        yield ValueError(f"split_size must be None when num_splits is given, got {call.split_size} and {call.num_splits}")
+    if call.num_splits is not None and not 1 <= call.num_splits <= MAX_SPLITS:
+        yield ValueError(f"num_splits must be from 1 to {MAX_SPLITS}, got {call.num_splits}; None means automatic")
+    if call.split_size is not None:
+        kv_len = call.k.shape[2 if call.layout == "bhnd" else 1]
+        if call.split_size < 1 or kv_len > call.split_size * MAX_SPLITS:
+            yield ValueError(
+                f"split_size must be at least 1 and give at most {MAX_SPLITS} splits of {kv_len} keys, got {call.split_size}"
+            )
+
+
+def _value_errors(call: Call) -> Iterator[Exception]:
+    """Lengths outside the cache: looked at where that is free (on the CPU), or where check=True asks for it."""
+    kv_len = call.k.shape[2 if call.layout == "bhnd" else 1]
+    for name in ("kv_lens", "kv_start"):
+        x = getattr(call, name)
+        if x is None or x.numel() == 0 or not (call.check or x.device.type == "cpu"):
+            continue
+        low, high = (int(y) for y in torch.aminmax(x))
+        if low < 0 or high > kv_len:
+            yield ValueError(f"{name} must lie from 0 to the cache's {kv_len} keys, got values from {low} to {high}")

@@ -1,0 +1,133 @@
+"""Scratch for the partial softmax of the splits: made once, used by every call after."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+# Views kept per workspace; making one costs a few microseconds, so the recent shapes keep theirs.
+_MAX_VIEWS = 64
+
+
+class Partial(NamedTuple):
+    """The unfinished softmax of every split: out = sum of acc / sum of l once all have the same m."""
+
+    acc: Tensor  # [num_splits, B, Hq, Lq, Dv] float32
+    m: Tensor  # [num_splits, B, Hq, Lq] float32, base 2
+    l: Tensor  # [num_splits, B, Hq, Lq] float32
+
+
+class Workspace:
+    """Scratch memory for calls on one stream, owned by the caller.
+
+    Without one, flash_decode() keeps its own per device, stream and thread. Pass one to own that memory, or to be sure
+    that a call allocates nothing. It grows when a call needs more, but never while a CUDA graph is captured: reserve
+    enough before. Two calls that may run at the same time must not share one.
+
+    Args:
+        size_bytes: what to allocate now; 0 leaves it to the first call that needs some.
+        device: where; only needed with size_bytes.
+
+    Example:
+        >>> workspace = Workspace()
+        >>> q, k, v = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)
+        >>> out = flash_decode(q, k, v, workspace=workspace, num_splits=4)
+        >>> workspace.size_bytes >= Workspace.size(batch=1, heads_q=4, value_dim=64, num_splits=4)
+        True
+    """
+
+    def __init__(self, size_bytes: int = 0, device: torch.device | str | None = None) -> None:
+        self._buffer: Tensor | None = None
+        self._partials: dict[tuple[int, ...], Partial] = {}
+        self._captured: list[Tensor] = []  # buffers whose address is inside a CUDA graph
+        if size_bytes:
+            if device is None:
+                raise ValueError("device must be given with size_bytes, got None")
+            self.reserve(size_bytes, device)
+
+    @staticmethod
+    def size(*, batch: int, heads_q: int, value_dim: int, num_splits: int, q_len: int = 1) -> int:
+        """Bytes that a call with these sizes needs; one split needs none."""
+        return 0 if num_splits == 1 else 4 * num_splits * batch * heads_q * q_len * (value_dim + 2)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._buffer is None else 4 * self._buffer.numel()
+
+    def reserve(self, size_bytes: int, device: torch.device | str) -> None:
+        """Hold at least size_bytes on device; keeps what is there when that is enough."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if self._buffer is not None and self._buffer.device == device and self.size_bytes >= size_bytes:
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"workspace must hold {size_bytes} bytes on {device} before a CUDA graph is captured, "
+                f"got {self.size_bytes}; call workspace.reserve({size_bytes}, {str(device)!r}) first"
+            )
+        self._buffer = torch.empty(-(-size_bytes // 4), dtype=torch.float32, device=device)
+        self._partials = {}
+
+    def partial(self, num_splits: int, rows: tuple[int, int, int], value_dim: int, device: torch.device) -> Partial:
+        """Views for the partials of rows = (batch, heads_q, q_len). Their contents are arbitrary."""
+        batch, heads_q, q_len = rows
+        self.reserve(
+            self.size(batch=batch, heads_q=heads_q, q_len=q_len, value_dim=value_dim, num_splits=num_splits), device
+        )
+        assert self._buffer is not None, "reserve() made a buffer"
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if not any(buffer is self._buffer for buffer in self._captured):
+                self._captured.append(self._buffer)
+        key = (num_splits, *rows, value_dim)
+        partial = self._partials.get(key)
+        if partial is None:
+            if len(self._partials) >= _MAX_VIEWS:
+                self._partials.clear()
+            partial = self._partials[key] = make_partial(self._buffer, num_splits, rows, value_dim)
+        return partial
+
+
+def make_partial(buffer: Tensor, num_splits: int, rows: tuple[int, int, int], value_dim: int) -> Partial:
+    """Cut a float32 buffer into acc, m and l, acc first so that its rows stay aligned."""
+    count = num_splits * rows[0] * rows[1] * rows[2]
+    acc = buffer[: count * value_dim].view(num_splits, *rows, value_dim)
+    m = buffer[count * value_dim : count * (value_dim + 1)].view(num_splits, *rows)
+    l = buffer[count * (value_dim + 1) : count * (value_dim + 2)].view(num_splits, *rows)
+    return Partial(acc, m, l)
+
+
+class _Owned(threading.local):
+    """The library's own workspaces: per thread, because two threads may interleave their launches on one stream."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[str, int, int], Workspace] = {}
+
+
+_owned = _Owned()
+
+
+def take_partial(
+    workspace: Workspace | None, num_splits: int, rows: tuple[int, int, int], value_dim: int, device: torch.device
+) -> Partial | None:
+    """Scratch for a call, None for a single split: the caller's workspace or our own for this device and stream."""
+    if num_splits == 1 or rows[0] == 0:
+        return None
+    if workspace is not None:
+        return workspace.partial(num_splits, rows, value_dim, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A captured address must outlive the graph, so it comes from the graph's own memory pool.
+        size = Workspace.size(
+            batch=rows[0], heads_q=rows[1], q_len=rows[2], value_dim=value_dim, num_splits=num_splits
+        )
+        return make_partial(torch.empty(size // 4, dtype=torch.float32, device=device), num_splits, rows, value_dim)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device.type, device.index or 0, stream)
+    if key not in _owned.by_stream:
+        _owned.by_stream[key] = Workspace()
+    return _owned.by_stream[key].partial(num_splits, rows, value_dim, device)
