@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 MAX_SPLITS = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One call with its arrays as [batch, heads, length, width] views, whatever the layout was."""
 
     q: Tensor  # [B, Hq, Lq, D]
@@ -37,8 +36,7 @@ class Problem:
     value_dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of flash_decode() as they came."""
 
     q: Tensor

@@ -29,8 +29,19 @@ LANES = 16 if "+avx512f" in _FEATURES else 8
 # x86 without F16C has no instruction for float16, and LLVM would call a library function that may not be there.
 _HAS_HALF = "+f16c" in _FEATURES or not _TRIPLE.startswith(("x86", "i386", "i686"))
 
-_FLOAT = ir.FloatType()
+_FLOAT, _DOUBLE = ir.FloatType(), ir.DoubleType()
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+# 2**x on [-0.5, 0.5], highest power first: minimax in relative error (2.0e-9 before rounding to float32).
+_EXP2 = (
+    0.00015353361959569156,
+    0.0013398875016719103,
+    0.00961843691766262,
+    0.055503323674201965,
+    0.24022647738456726,
+    0.6931471824645996,
+    1.0,
+)
 
 
 class VectorType(types.Type):
@@ -72,10 +83,6 @@ def _load(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type, align: int) 
 
 def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int) -> None:
     builder.store(value, _at(builder, address, value.type), align=align)
-
-
-def _offset(builder: ir.IRBuilder, address: ir.Value, step: ir.Value, n: int) -> ir.Value:
-    return builder.add(address, builder.mul(step, ir.Constant(_I64, n)))
 
 
 def _broadcast(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
@@ -266,6 +273,27 @@ def load_float(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
+def load_double(typingctx: Any, address: Any) -> Any:
+    """The float64 at address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _load(builder, args[0], _DOUBLE, align=8)
+
+    return types.float64(types.int64), codegen
+
+
+@intrinsic
+def store_double(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a float64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        _store(builder, args[1], args[0], align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float64), codegen
+
+
+@intrinsic
 def store_int64(typingctx: Any, address: Any, value: Any) -> Any:
     """Write an int64."""
 
@@ -354,6 +382,12 @@ def mul(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def div(typingctx: Any, a: Any, b: Any) -> Any:
+    """a / b."""
+    return _binary(lambda builder, x, y: builder.fdiv(x, y))
+
+
+@intrinsic
 def maximum(typingctx: Any, new: Any, old: Any) -> Any:
     """The larger of two, lane by lane; old where new is NaN."""
     return _binary(_maximum)
@@ -371,12 +405,13 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def lanes_sum(typingctx: Any, vector: Any) -> Any:
-    """The sum of the lanes."""
+    """The sum of the lanes in float64."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return _fold(builder, args[0], lambda x, y: builder.fadd(x, y))
+        wide = builder.fpext(args[0], ir.VectorType(_DOUBLE, LANES))
+        return _fold(builder, wide, lambda x, y: builder.fadd(x, y))
 
-    return types.float32(Vector), codegen
+    return types.float64(Vector), codegen
 
 
 @intrinsic
@@ -448,14 +483,43 @@ def sum_each(typingctx: Any, block: Any) -> Any:
 
 
 @intrinsic
-def add_each(typingctx: Any, address: Any, offsets: Any) -> Any:
-    """The address plus each offset: a tuple of addresses."""
+def places(typingctx: Any, base: Any, step: Any, indices: Any) -> Any:
+    """base + step * i for each index: a tuple of addresses or offsets."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        values = [builder.add(args[0], x) for x in _untuple(builder, offsets, args[1])]
-        return _tuple(context, builder, offsets, values)
+        values = [builder.add(args[0], builder.mul(args[1], i)) for i in _untuple(builder, indices, args[2])]
+        return _tuple(context, builder, indices, values)
 
-    return offsets(types.int64, offsets), codegen
+    return indices(types.int64, types.int64, indices), codegen
+
+
+@intrinsic
+def at_most(typingctx: Any, values: Any, limit: Any) -> Any:
+    """The smaller of each value and the limit."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        out = [
+            builder.select(builder.icmp_signed("<", x, args[1]), x, args[1]) for x in _untuple(builder, values, args[0])
+        ]
+        return _tuple(context, builder, values, out)
+
+    return values(values, types.int64), codegen
+
+
+@intrinsic
+def prefetch_each(typingctx: Any, addresses: Any, offset: Any) -> Any:
+    """Ask for the cache line at offset from each address to come to the second-level cache; never faults."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        pointer = ir.IntType(8).as_pointer()
+        type_ = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], type_)
+        for x in _untuple(builder, addresses, args[0]):
+            place = builder.inttoptr(builder.add(x, args[1]), pointer)
+            builder.call(function, [place, ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(addresses, types.int64), codegen
 
 
 @intrinsic

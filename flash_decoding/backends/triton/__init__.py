@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_decoding.backends.triton.chunk import launch_chunk
 from flash_decoding.backends.triton.reduce import launch_reduce
 from flash_decoding.problem import Problem
-from flash_decoding.split_plan import Plan, choose_plan
+from flash_decoding.split_plan import MIN_SHARED_MEMORY, Plan, choose_plan
 from flash_decoding.workspace import Partial
 
 
@@ -19,8 +19,8 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
     p = problem
     return choose_plan(
         batch=p.batch, heads_kv=p.heads_kv, group=p.group, q_len=p.q_len, kv_len=p.kv_len, head_dim=p.head_dim,
-        value_dim=p.value_dim, element_size=p.q.element_size(), processors=_processors(p.q.device.index),
-        num_splits=num_splits, split_size=split_size,
+        value_dim=p.value_dim, element_size=p.q.element_size(), num_splits=num_splits, split_size=split_size,
+        **_device_facts(p.q.device.index),
     )  # fmt: skip
 
 
@@ -36,6 +36,9 @@ def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, l
 
 
 @lru_cache(maxsize=64)
-def _processors(device_index: int | None) -> int:
-    """Streaming multiprocessors; the interpreter, which has no device, counts as one."""
-    return 1 if device_index is None else torch.cuda.get_device_properties(device_index).multi_processor_count
+def _device_facts(device_index: int | None) -> dict[str, int]:
+    """What the planner wants to know of a device; the interpreter, which has none, counts as a small one."""
+    if device_index is None:
+        return {"processors": 1, "shared_memory": MIN_SHARED_MEMORY}
+    facts = torch.cuda.get_device_properties(device_index)
+    return {"processors": facts.multi_processor_count, "shared_memory": facts.shared_memory_per_block_optin}

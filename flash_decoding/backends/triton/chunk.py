@@ -98,7 +98,7 @@ def _fold_tile(
         in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_stride[1], mask=n < stop, other=0) != 0
     k = load_rows(k_ptr, k_stride, n, in_n, D, BLOCK_D)  # [N, D]
     v = load_rows(v_ptr, v_stride, n, in_n, DV, BLOCK_DV)  # [N, Dv]
-    s = transform_scores(matmul(q, tl.trans(k), None), scale)  # [M, N]
+    s = transform_scores(matmul(q, tl.trans(k)), scale)  # [M, N]
     if in_n is not None:
         s = tl.where(in_n[None, :], s, float("-inf"))
     return update_softmax(m, l, acc, s, v)

@@ -56,10 +56,14 @@ def launch(
         if key is not None and hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
             _compiled[device, kernel, key, constants, tile] = compiled
         return
-    stream = torch._C._cuda_getCurrentRawStream(device)
     runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    metadata = None
+    if hooks[0] is not None and not getattr(hooks[0], "calls", True):
+        hooks = None, None  # nobody listens; calling an empty chain costs microseconds
+    else:
+        metadata = compiled.launch_metadata((*grid, 1), stream, *args, *constants)
     compiled.run(
-        grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata,
-        compiled.launch_metadata((*grid, 1), stream, *args, *constants),
-        runtime.launch_enter_hook, runtime.launch_exit_hook, *args, *constants,
+        *grid, 1, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *args, *constants
     )  # fmt: skip

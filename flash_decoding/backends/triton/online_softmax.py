@@ -14,7 +14,7 @@ def update_softmax(m, l, acc, s, v):
     m_ref = finite_or_zero(m_new)
     alpha = tl.exp2(m - m_ref)
     p = tl.exp2(s - m_ref[:, None])  # [M, N]
-    acc = matmul(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = acc * alpha[:, None] + matmul(p.to(v.dtype), v)
     return m_new, l * alpha + tl.sum(p, 1), acc
 
 
@@ -30,4 +30,4 @@ def finish_softmax(m, l):
     empty = l == 0.0
     l_safe = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (finite_or_zero(m) + tl.log2(l_safe)) / LOG2_E)
-    return 1.0 / l_safe, lse
+    return tl.div_rn(1.0, l_safe), lse

@@ -38,7 +38,7 @@ def split_range(first, last, split, num_splits, split_size, BLOCK_N: tl.constexp
         start = first + (tiles * split // num_splits).to(tl.int32) * BLOCK_N
         stop = first + (tiles * (split + 1) // num_splits).to(tl.int32) * BLOCK_N
     else:
-        start = tl.minimum(first.to(tl.int64) + split.to(tl.int64) * split_size, last).to(tl.int32)
+        start = tl.minimum(first + split.to(tl.int64) * split_size, last).to(tl.int32)
         stop = start + tl.minimum(split_size, last - start)
     return tl.minimum(start, last), tl.minimum(stop, last)
 
@@ -59,8 +59,12 @@ def load_rows(ptr, row_stride, n, in_n, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def matmul(a, b, acc):
-    """acc + a b in float32; exact products for float32 operands, never TF32."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+def matmul(a, b):
+    """a b in float32: on tensor cores for 16-bit operands; float32 is multiplied out exactly, never through TF32."""
+    if a.dtype == tl.float32:
+        c = tl.sum(a[:, :, None] * b[None, :, :], 1)
+    elif INTERPRETED:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        c = tl.dot(a, b)
+    return c

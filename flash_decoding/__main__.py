@@ -1,0 +1,5 @@
+"""python -m flash_decoding: the command line."""
+
+from flash_decoding.cli.main import app
+
+app(prog_name="flash-decoding")

@@ -1,0 +1,361 @@
+"""Attention of the query rows of one KV head over one split of the keys.
+
+    s = scale * log2(e) * (q . k),   m = max s,   l = sum 2**(s - m),   acc = sum 2**(s - m) v
+
+A unit of work is one (sequence, KV head, split). It walks its keys in tiles of TILE; each tile is read from memory once and then used
+by all the query rows of the KV head, ROWS at a time. Only visible keys enter a tile, by address, so nothing that is masked or past the
+end is ever loaded. A split without a key leaves acc = 0, m = -inf, l = 0. The thread that finishes a sequence's last split merges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from flash_decoding.backends.cpu.reduce import FLOAT32, divisor, merge_row, vector_offset
+from flash_decoding.backends.cpu.scores import NO_SCORE, ScoreOptions, finite_base, natural_lse, transform_scores, weight
+from flash_decoding.backends.cpu.simd import (
+    LANES,
+    add,
+    at_most,
+    div,
+    element_bytes,
+    exp2,
+    fetch_add,
+    fma_outer,
+    lanes_max,
+    lanes_sum,
+    load,
+    load_addresses,
+    load_block,
+    load_byte,
+    load_double,
+    load_each,
+    load_float,
+    load_int32,
+    load_int64,
+    maximum,
+    mul_rows,
+    places,
+    prefetch_each,
+    splat,
+    splat_each,
+    store,
+    store_block,
+    store_double,
+    store_float,
+    store_int64,
+    store_shares,
+    sub,
+    sum_each,
+    zeros_outer,
+)
+
+TILE = 128
+# Tuples stand for sizes known to the compiler: as many query rows, keys or columns as they have entries. A block has LANES accumulators.
+FOUR_ROWS = (0, 1, 2, 3)
+ONE_ROW = (0,)
+KEYS_OF_FOUR_ROWS = tuple(range(LANES // 4))
+KEYS_OF_ONE_ROW = tuple(range(LANES))
+COLUMNS = tuple(range(LANES // 4))
+
+
+class View(NamedTuple):
+    """Address and strides of a [batch, heads, length, width] array, in bytes."""
+
+    base: int
+    batch: int
+    head: int
+    token: int
+
+
+class Sequence(NamedTuple):
+    """Address, stride in bytes and element size of a [batch] integer array; base 0 where there is none."""
+
+    base: int
+    step: int
+    size: int
+
+
+class Call(NamedTuple):
+    """One call as plain numbers; an address of 0 stands for an array that is not there."""
+
+    q: View
+    k: View
+    v: View
+    out: View
+    lse: int
+    partial_acc: int
+    partial_m: int
+    partial_l: int
+    kv_lens: Sequence
+    kv_start: Sequence
+    key_mask: View
+    batch: int
+    heads_q: int
+    heads_kv: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    num_splits: int
+    split_size: int  # 0: share tiles of block_n keys out evenly
+    block_n: int
+    next_unit: int  # address of a counter
+    arrived: int  # address of batch * heads_kv counters
+    score: ScoreOptions
+
+
+class Scratch(NamedTuple):
+    """Addresses of one thread's working memory; rows are padded to whole vectors and to whole blocks of rows."""
+
+    q: int  # [rows, q_row bytes] float32
+    q_row: int
+    acc: int  # [rows, acc_row bytes] float32
+    acc_row: int
+    s: int  # [4, TILE] float32
+    m: int  # [rows] float32
+    l: int  # [rows] float64
+    alpha: int  # [4] float32
+    k: int  # [2, TILE] int64 addresses of the visible keys, of this tile and the next
+    v: int  # [2, TILE] int64, their values
+    weights: int  # [num_splits] float32
+
+
+class KeyTile(NamedTuple):
+    """Where the visible keys of a tile are."""
+
+    k: int  # address of [count] int64 addresses
+    v: int
+    count: int
+
+
+@njit(nogil=True)
+def whole(n, step):  # type: ignore[no-untyped-def]
+    """n rounded up to a multiple of step."""
+    return (n + step - 1) // step * step
+
+
+@njit(nogil=True)
+def cut_scratch(base, call):  # type: ignore[no-untyped-def]
+    """Scratch at base (ignored by the caller who only wants its size), and the address after it."""
+    rows = whole(call.heads_q // call.heads_kv * call.q_len, 4)
+    q_row = 4 * whole(call.head_dim, LANES)
+    acc_row = 4 * whole(call.value_dim, LANES * len(COLUMNS))
+    q = base
+    acc = q + rows * q_row
+    s = acc + rows * acc_row
+    k = s + 4 * TILE * 4
+    v = k + 16 * TILE
+    l = v + 16 * TILE
+    m = l + 8 * rows
+    alpha = m + 4 * rows
+    weights = alpha + 16
+    return Scratch(q, q_row, acc, acc_row, s, m, l, alpha, k, v, weights), weights + 4 * call.num_splits
+
+
+@njit(nogil=True)
+def read_length(sequence, b, default, limit):  # type: ignore[no-untyped-def]
+    """Entry b of kv_lens or kv_start, clamped to [0, limit]."""
+    if sequence.base == 0:
+        return default
+    address = sequence.base + b * sequence.step
+    n = load_int64(address) if sequence.size == 8 else load_int32(address)
+    return min(max(n, 0), limit)
+
+
+@njit(nogil=True)
+def split_range(call, b, split):  # type: ignore[no-untyped-def]
+    """First key and end of a split."""
+    first = read_length(call.kv_start, b, 0, call.kv_len)
+    last = max(read_length(call.kv_lens, b, call.kv_len, call.kv_len), first)
+    if call.split_size > 0:
+        begin, end = split * call.split_size, (split + 1) * call.split_size
+    else:
+        tiles = (last - first + call.block_n - 1) // call.block_n
+        begin = split * tiles // call.num_splits * call.block_n
+        end = (split + 1) * tiles // call.num_splits * call.block_n
+    return min(first + begin, last), min(first + end, last)
+
+
+@njit(nogil=True)
+def load_queries(call, kind, scratch, b, h_kv, rows):  # type: ignore[no-untyped-def]
+    """Widen the query rows of a KV head into scratch, zero where padded, and clear their softmax."""
+    group = call.heads_q // call.heads_kv
+    for row in range(whole(rows, 4)):
+        base = call.q.base + b * call.q.batch + (h_kv * group + row // call.q_len) * call.q.head + row % call.q_len * call.q.token
+        for i in range(scratch.q_row // (4 * LANES)):
+            place = scratch.q + row * scratch.q_row + 4 * LANES * i
+            if row >= rows:
+                store(place, splat(np.float32(0.0)), FLOAT32)
+                continue
+            d = vector_offset(i, call.head_dim)
+            store(place, load(base + d * element_bytes(kind), kind), FLOAT32)
+            for lane in range(i * LANES - d):  # the elements that the vector before has already
+                store_float(place + 4 * lane, np.float32(0.0))
+        for i in range(scratch.acc_row // (4 * LANES)):
+            store(scratch.acc + row * scratch.acc_row + 4 * LANES * i, splat(np.float32(0.0)), FLOAT32)
+        store_float(scratch.m + 4 * row, NO_SCORE)
+        store_double(scratch.l + 8 * row, 0.0)
+
+
+@njit(nogil=True)
+def find_keys(call, scratch, slot, b, h_kv, begin, end):  # type: ignore[no-untyped-def]
+    """The visible keys of [begin, end), end - begin <= TILE, listed in a slot of scratch; the last is repeated to fill a vector."""
+    keys = scratch.k + slot * 8 * TILE
+    values = scratch.v + slot * 8 * TILE
+    k = call.k.base + b * call.k.batch + h_kv * call.k.head
+    v = call.v.base + b * call.v.batch + h_kv * call.v.head
+    mask = call.key_mask.base + b * call.key_mask.batch
+    count = 0
+    for n in range(begin, end):
+        store_int64(keys + 8 * count, k + n * call.k.token)
+        store_int64(values + 8 * count, v + n * call.v.token)
+        if call.key_mask.base == 0 or load_byte(mask + n * call.key_mask.token) != 0:
+            count += 1
+    if count > 0:
+        for i in range(count, whole(count, LANES)):
+            store_int64(keys + 8 * i, load_int64(keys + 8 * (count - 1)))
+    return KeyTile(keys, values, count)
+
+
+@njit(nogil=True)
+def score_tile(call, kind, scratch, tile, ahead, row, rows, width):  # type: ignore[no-untyped-def]
+    """s [rows, count] in base 2, `width` keys at a time, and -inf from count to the next whole vector."""
+    q = places(scratch.q + row * scratch.q_row, scratch.q_row, rows)
+    s = places(scratch.s, 4 * TILE, rows)
+    for n in range(0, tile.count, len(width)):
+        k = load_addresses(tile.k + 8 * n, width)
+        k_ahead = load_addresses(ahead.k + 8 * n, width)
+        dots = zeros_outer(rows, width)
+        for i in range(scratch.q_row // (4 * LANES)):
+            at = vector_offset(i, call.head_dim) * element_bytes(kind)
+            prefetch_each(k_ahead, at)
+            dots = fma_outer(load_each(q, 4 * LANES * i, FLOAT32), load_each(k, at, kind), dots)
+        store_shares(s, 4 * n, transform_scores(sum_each(dots), call.score))
+    for r in range(len(rows)):
+        for n in range(tile.count, whole(tile.count, LANES)):
+            store_float(scratch.s + 4 * (r * TILE + n), NO_SCORE)
+
+
+@njit(nogil=True)
+def weigh_tile(scratch, count, row, rows):  # type: ignore[no-untyped-def]
+    """Scores to weights p = 2**(s - m) in place; updates m and l and leaves alpha, by which older sums shrink."""
+    for r in range(len(rows)):
+        s = scratch.s + 4 * TILE * r
+        top = splat(NO_SCORE)
+        for n in range(0, count, LANES):
+            top = maximum(load(s + 4 * n, FLOAT32), top)
+        m_old = load_float(scratch.m + 4 * (row + r))
+        m = max(m_old, lanes_max(top))
+        base = splat(finite_base(m))
+        total = splat(np.float32(0.0))
+        for n in range(0, count, LANES):
+            p = exp2(sub(load(s + 4 * n, FLOAT32), base))
+            store(s + 4 * n, p, FLOAT32)
+            total = add(total, p)
+        alpha = weight(m_old, m)
+        store_float(scratch.m + 4 * (row + r), m)
+        l = scratch.l + 8 * (row + r)
+        store_double(l, load_double(l) * alpha + lanes_sum(total))
+        store_float(scratch.alpha + 4 * r, alpha)
+
+
+@njit(nogil=True)
+def add_values(call, kind, scratch, tile, ahead, row, rows, columns):  # type: ignore[no-untyped-def]
+    """acc = alpha * acc + p v, some columns of vectors at a time, held in registers over the keys of the tile."""
+    p = places(scratch.s, 4 * TILE, rows)
+    alpha = splat_each(places(scratch.alpha, 4, rows), 0)
+    acc_rows = places(scratch.acc + row * scratch.acc_row, scratch.acc_row, rows)
+    step = LANES * element_bytes(kind)
+    for i in range(0, (call.value_dim + LANES - 1) // LANES, len(columns)):
+        in_acc = places(4 * LANES * i, 4 * LANES, columns)
+        in_v = at_most(places(step * i, step, columns), (call.value_dim - LANES) * element_bytes(kind))
+        acc = mul_rows(alpha, load_block(acc_rows, in_acc))
+        for n in range(tile.count):
+            prefetch_each(in_v, load_int64(ahead.v + 8 * n))
+            acc = fma_outer(splat_each(p, 4 * n), load_each(in_v, load_int64(tile.v + 8 * n), kind), acc)
+        store_block(acc_rows, in_acc, acc)
+
+
+@njit(nogil=True)
+def attend_tile(call, kind, scratch, tile, ahead, row, rows, width):  # type: ignore[no-untyped-def]
+    """Fold the keys of a tile into some query rows, and prefetch the tile ahead."""
+    score_tile(call, kind, scratch, tile, ahead, row, rows, width)
+    weigh_tile(scratch, tile.count, row, rows)
+    add_values(call, kind, scratch, tile, ahead, row, rows, COLUMNS)
+
+
+@njit(nogil=True)
+def store_row(base, kind, scratch, row, value_dim, l):  # type: ignore[no-untyped-def]
+    """acc / l of one row to memory."""
+    for i in range((value_dim + LANES - 1) // LANES):
+        acc = load(scratch.acc + row * scratch.acc_row + 4 * LANES * i, FLOAT32)
+        store(base + vector_offset(i, value_dim) * element_bytes(kind), div(acc, splat(l)), kind)
+
+
+@njit(nogil=True)
+def store_state(call, kind, scratch, b, h_kv, split, rows):  # type: ignore[no-untyped-def]
+    """Finish the rows where there is one split, else leave their partial softmax."""
+    group = call.heads_q // call.heads_kv
+    for row in range(rows):
+        head, token = h_kv * group + row // call.q_len, row % call.q_len
+        m, l = load_float(scratch.m + 4 * row), load_double(scratch.l + 8 * row)
+        index = (b * call.heads_q + head) * call.q_len + token
+        if call.num_splits == 1:
+            out = call.out.base + b * call.out.batch + head * call.out.head + token * call.out.token
+            store_row(out, kind, scratch, row, call.value_dim, divisor(l))
+            if call.lse != 0:
+                store_float(call.lse + 4 * index, natural_lse(m, l))
+        else:
+            index += split * call.batch * call.heads_q * call.q_len
+            store_row(call.partial_acc + 4 * index * call.value_dim, FLOAT32, scratch, row, call.value_dim, np.float32(1.0))
+            store_float(call.partial_m + 4 * index, m)
+            store_float(call.partial_l + 4 * index, np.float32(l))
+
+
+@njit(nogil=True)
+def attend_split(call, kind, scratch, b, h_kv, split):  # type: ignore[no-untyped-def]
+    """One unit of work."""
+    rows = call.heads_q // call.heads_kv * call.q_len
+    load_queries(call, kind, scratch, b, h_kv, rows)
+    begin, end = split_range(call, b, split)
+    slot, ahead = 0, find_keys(call, scratch, 0, b, h_kv, begin, min(begin + TILE, end))
+    for n in range(begin, end, TILE):
+        slot, tile = 1 - slot, ahead
+        ahead = find_keys(call, scratch, slot, b, h_kv, n + TILE, min(n + 2 * TILE, end))
+        if tile.count == 0:
+            continue
+        for row in range(0, rows, 4):
+            if rows - row == 1:
+                attend_tile(call, kind, scratch, tile, ahead, row, ONE_ROW, KEYS_OF_ONE_ROW)
+            else:
+                attend_tile(call, kind, scratch, tile, ahead, row, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
+    store_state(call, kind, scratch, b, h_kv, split, rows)
+
+
+def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
+    """The entry point. Numba keys its cache on the entry's own file; stamp, a captured constant, adds the files it calls."""
+
+    @njit(nogil=True, cache=cache)
+    def decode_units(call, kind):  # type: ignore[no-untyped-def]
+        """Take units until none is left; any number of threads may run it on the same call."""
+        stamp  # noqa: B018
+        memory = np.empty(cut_scratch(0, call)[1] + 64, np.uint8)
+        scratch = cut_scratch(whole(memory.ctypes.data, 64), call)[0]
+        group = call.heads_q // call.heads_kv
+        while True:
+            unit = fetch_add(call.next_unit, 1)
+            problem, split = unit // call.num_splits, unit % call.num_splits
+            if problem >= call.batch * call.heads_kv:
+                return memory[0]
+            b, h_kv = problem // call.heads_kv, problem % call.heads_kv
+            attend_split(call, kind, scratch, b, h_kv, split)
+            if call.num_splits > 1 and fetch_add(call.arrived + 8 * problem, 1) == call.num_splits - 1:
+                for row in range(group * call.q_len):
+                    merge_row(call, kind, h_kv * group + row // call.q_len, row % call.q_len, b, scratch.weights)
+
+    return decode_units

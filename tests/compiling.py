@@ -1,0 +1,92 @@
+"""Compiles the kernels for GPUs that are not there, and reads what the compiler made of them."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flash_decoding.backends.triton.chunk import _chunk_kernel
+from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel
+from flash_decoding.split_plan import Tile, next_power_of_2
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Resources of one program, and the assembly."""
+
+    registers: int
+    spills: int
+    stack_bytes: int
+    shared_bytes: int
+    ptx: str
+
+
+def compile_chunk(dtype, group, head_dim, value_dim, tile: Tile, arch, *, split=True, masked=False) -> Compiled:
+    """The chunk kernel as a call with aligned tensors compiles it."""
+    x, stride = f"*{NAMES[dtype]}", ("i32", "i32", "i32")
+    partial = "*fp32" if split else "constexpr"
+    signature = {
+        "q_ptr": x, "q_stride": stride, "k_ptr": x, "k_stride": stride, "v_ptr": x, "v_stride": stride,
+        "kv_lens_ptr": "*i32" if masked else "constexpr", "kv_start_ptr": "*i32" if masked else "constexpr",
+        "key_mask_ptr": "*i1" if masked else "constexpr", "key_mask_stride": ("i32", "i32"),
+        "out_ptr": x, "out_stride": stride, "lse_ptr": "constexpr" if split else "*fp32",
+        "acc_ptr": partial, "m_ptr": partial, "l_ptr": partial,
+        "scale": "fp32", "kv_len": "i32", "Hkv": "i32", "rows": "i32", "num_splits": "i32", "split_size": "constexpr",
+    }  # fmt: skip
+    constants = {
+        "G": group, "Lq": 1, "D": head_dim, "DV": value_dim,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv,
+    }  # fmt: skip
+    return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
+
+
+def compile_reduce(dtype, value_dim, block_s, num_warps, arch) -> Compiled:
+    """The reduce kernel likewise."""
+    signature = {
+        "acc_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32", "out_ptr": f"*{NAMES[dtype]}",
+        "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "Hq": "i32", "rows": "i32", "num_splits": "i32",
+    }  # fmt: skip
+    constants = {"Lq": 1, "DV": value_dim, "BLOCK_S": block_s, "BLOCK_DV": min(SLICE, next_power_of_2(value_dim))}
+    return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
+
+
+def _compile(kernel, signature, constants, arch, num_warps, num_stages) -> Compiled:
+    order = kernel.arg_names
+    signature = {name: signature.get(name, "constexpr") for name in order}
+    constexprs = {(order.index(name),): value for name, value in constants.items()}
+    for i, name in enumerate(order):
+        if signature[name] == "constexpr" and (i,) not in constexprs:
+            constexprs[(i,)] = None
+    aligned = [["tt.divisibility", 16]]
+    attrs = {}
+    for i, name in enumerate(order):
+        if isinstance(signature[name], tuple):
+            attrs.update({(i, j): aligned for j in range(len(signature[name]))})
+        elif signature[name].startswith("*"):
+            attrs[(i,)] = aligned
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return Compiled(*_resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"])
+
+
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers, spilled bytes, stack bytes) of the one kernel in a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    text = usage.stdout + usage.stderr
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, f"cuobjdump printed no resources: {text}"
+    return int(found[1]), len(re.findall(r"\b(?:LDL|STL)\b", sass)), int(found[2])

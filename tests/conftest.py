@@ -1,0 +1,52 @@
+"""Which backend runs on which device, and scratch that starts as NaN.
+
+Plain `pytest` runs the CPU backend, and the Triton backend where there is a GPU. With TRITON_INTERPRET=1 the Triton
+kernels run in the interpreter on CPU tensors instead; `make test` does that for the tests marked `interpreter`.
+"""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Target(NamedTuple):
+    """A backend and the device its tensors live on."""
+
+    backend: str
+    device: str
+
+
+if INTERPRETED:
+    TARGETS = [pytest.param(Target("triton", "cpu"), id="interpreter")]
+else:
+    TARGETS = [
+        pytest.param(Target("cpu", "cpu"), id="cpu"),
+        pytest.param(Target("triton", "cuda"), id="gpu", marks=[pytest.mark.gpu, NO_GPU]),
+    ]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch(monkeypatch):
+    """torch.empty gives NaN, so that reading what nobody wrote shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        x = empty(*args, **kwargs)
+        return x.fill_(float("nan")) if x.is_floating_point() and not torch.compiler.is_compiling() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)

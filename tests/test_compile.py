@@ -1,0 +1,69 @@
+"""The kernels compile for every architecture that they are for, without a GPU, and stay within its limits."""
+
+import os
+
+import pytest
+import torch
+from helpers import DTYPES, describe
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+pytest.importorskip("triton")
+
+from compiling import compile_chunk, compile_reduce  # noqa: E402  (needs Triton)
+
+from flash_decoding.backends.triton.reduce import block_of_splits  # noqa: E402
+from flash_decoding.split_plan import choose_tile  # noqa: E402
+
+# Shared memory per program, bytes, by architecture: A100; RTX 40; H100 and H200.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize(
+    ("group", "head_dim", "value_dim"),
+    [(1, 64, 64), (4, 128, 128), (7, 80, 80), (8, 256, 256), (32, 64, 128), (32, 256, 64), (64, 64, 64), (64, 128, 128), (3, 24, 16)],
+)
+def test_chunk_kernel_fits_and_does_not_spill(group, head_dim, value_dim, dtype, arch):
+    tile = choose_tile(group, 1, head_dim, value_dim, dtype.itemsize, SHARED[arch])
+    built = compile_chunk(dtype, group, head_dim, value_dim, tile, arch)
+    assert built.spills == 0
+    assert built.stack_bytes == 0
+    assert built.shared_bytes <= SHARED[arch]
+    assert built.registers <= 255
+    if dtype == torch.float32:
+        assert "mma" not in built.ptx, "exact float32 uses no tensor cores"
+    else:
+        assert "cp.async" in built.ptx, "K and V are on their way while the last tile is worked on"
+        assert "mma" in built.ptx
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_the_shapes_that_matter_most_keep_their_resources(arch):
+    """D 64 and 128 in 16 bits: loads of 16 bytes a thread, and programs small enough to share a processor."""
+    for head_dim, registers in ((64, 255), (128, 168)):
+        tile = choose_tile(4, 1, head_dim, head_dim, 2, SHARED[arch])
+        built = compile_chunk(torch.bfloat16, 4, head_dim, head_dim, tile, arch)
+        assert built.registers <= registers
+        assert "cp.async.cg.shared.global" in built.ptx
+        assert "ldmatrix" in built.ptx
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+def test_masked_and_unsplit_variants_compile(dtype, split):
+    tile = choose_tile(4, 1, 128, 128, dtype.itemsize, SHARED[89])
+    built = compile_chunk(dtype, 4, 128, 128, tile, 89, split=split, masked=True)
+    assert built.spills == 0
+    assert built.shared_bytes <= SHARED[89]
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("num_splits", [2, 16, 64, 1000])
+@pytest.mark.parametrize("value_dim", [16, 64, 80, 256])
+def test_reduce_kernel_fits_and_does_not_spill(value_dim, num_splits, arch):
+    built = compile_reduce(torch.float16, value_dim, block_of_splits(num_splits), 4 if num_splits > 32 else 1, arch)
+    assert built.spills == 0
+    assert built.stack_bytes == 0
+    assert built.shared_bytes <= 48 * 1024

@@ -1,0 +1,401 @@
+"""What is particular to the CPU backend: its vector arithmetic, its threads, its compiled code, and shapes that straddle its blocks."""
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import DTYPES, assert_matches, describe, make_inputs
+from numba import njit
+
+from flash_decoding import flash_decode
+from flash_decoding.backends import cpu
+from flash_decoding.backends.cpu import simd, threads
+from flash_decoding.backends.cpu.chunk import TILE
+from flash_decoding.backends.cpu.simd import LANES
+
+FLOAT32 = np.float32(0)
+KINDS = {torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}
+
+
+@njit
+def exp2_all(x, y):
+    for i in range(0, x.size, LANES):
+        simd.store(y.ctypes.data + 4 * i, simd.exp2(simd.load(x.ctypes.data + 4 * i, FLOAT32)), FLOAT32)
+
+
+@njit
+def widen_all(x, y, kind):
+    for i in range(0, x.size, LANES):
+        simd.store(y.ctypes.data + 4 * i, simd.load(x.ctypes.data + 2 * i, kind), FLOAT32)
+
+
+@njit
+def round_all(x, y, kind):
+    for i in range(0, x.size, LANES):
+        simd.store(y.ctypes.data + 2 * i, simd.load(x.ctypes.data + 4 * i, FLOAT32), kind)
+
+
+@njit
+def sums_of_rows(x, y):
+    rows = simd.places(x.ctypes.data, 4 * LANES, tuple_of_lanes)
+    simd.store(y.ctypes.data, simd.sum_each(simd.load_each(rows, 0, FLOAT32)), FLOAT32)
+    return simd.lanes_sum(simd.load(x.ctypes.data, FLOAT32)), simd.lanes_max(simd.load(x.ctypes.data, FLOAT32))
+
+
+tuple_of_lanes = tuple(range(LANES))
+
+
+def exp2(values):
+    x = np.resize(np.asarray(values, np.float32), -(-len(values) // LANES) * LANES)
+    y = np.empty_like(x)
+    exp2_all(x, y)
+    return y[: len(values)]
+
+
+# Vector arithmetic -----------------------------------------------------------------------------------------------------------------
+
+
+def test_exp2_is_exact_to_a_rounding():
+    x = np.concatenate([np.linspace(-126.0, 0.0, 400_001), np.linspace(-0.51, 0.51, 100_001)]).astype(np.float32)
+    error = exp2(x) / np.exp2(x.astype(np.float64)) - 1
+    assert np.abs(error).max() < 1.5e-7
+    powers = np.arange(-126, 128)
+    assert np.array_equal(exp2(powers), np.ldexp(np.float32(1.0), powers))
+
+
+def test_exp2_of_special_values():
+    x = np.array([-np.inf, -1e30, -128.0, -127.0, 0.0, -0.0, np.nan], np.float32)
+    assert np.array_equal(exp2(x), np.array([0, 0, 0, 0, 1, 1, np.nan], np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=describe)
+def test_every_16_bit_pattern_widens_exactly(dtype):
+    bits = np.arange(65536).astype(np.uint16)
+    y = np.empty(65536, np.float32)
+    widen_all(bits, y, KINDS[dtype])
+    want = torch.from_numpy(bits.view(np.int16)).view(dtype).float().numpy()
+    assert np.array_equal(np.isnan(y), np.isnan(want))
+    number = ~np.isnan(want)
+    assert np.array_equal(y[number].view(np.int32), want[number].view(np.int32))  # the sign of zero too
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=describe)
+def test_stores_round_to_nearest_even(dtype):
+    exact = torch.arange(-32768, 32768).to(torch.int16).view(dtype).float()
+    exact = exact[exact.isfinite()].sort().values
+    halfway = ((exact[1:].double() + exact[:-1].double()) / 2).float()
+    tiny = torch.tensor([2.0**-126, 2.0**-149, 2.0**-25, 2.0**-24, 65519.9, 65520.0, 3.4e38, torch.inf, torch.nan])
+    bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    x = torch.cat([exact, halfway, halfway.nextafter(torch.tensor(torch.inf)), tiny, -tiny, bits])
+    x = torch.cat([x, x.new_zeros(-len(x) % LANES)])
+    y = torch.empty(len(x), dtype=torch.int16)
+    round_all(x.numpy(), y.numpy(), KINDS[dtype])
+    y, want = y.view(dtype), x.to(dtype)
+    number = ~x.isnan()
+    assert bool(y[~number].isnan().all())
+    assert torch.equal(y[number].view(torch.int16), want[number].view(torch.int16))
+
+
+def test_horizontal_sums_and_maxima():
+    x = np.random.default_rng(0).integers(-1000, 1000, (LANES, LANES)).astype(np.float32)
+    y = np.empty(LANES, np.float32)
+    total, largest = sums_of_rows(x, y)
+    assert np.array_equal(y, x.sum(1))
+    assert (total, largest) == (x[0].sum(), x[0].max())
+
+
+# Shapes that straddle vectors, rows and tiles ----------------------------------------------------------------------------------------
+
+
+def decode_and_check(q, k, v, *, plan=None, **options):
+    out, lse = flash_decode(q, k, v, return_lse=True, backend="cpu", **(plan or {}), **options)
+    assert_matches(out, lse, q, k, v, **options)
+    return out, lse
+
+
+# Whole vectors of 8 and 16, a half vector left over, one block of columns and more.
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 256), (24, 40), (40, 24), (72, 80), (80, 72), (96, 120), (120, 96), (256, 16)])
+def test_widths(head_dim, value_dim, dtype):
+    q, k, v = make_inputs(2, 6, 2, TILE + 37, head_dim, dtype, "cpu", value_dim=value_dim)
+    decode_and_check(q, k, v, plan={"num_splits": 2})
+
+
+# Rows are taken four at a time: 5 leaves one alone, 3 and 7 are padded.
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_group_sizes(group, dtype):
+    decode_and_check(*make_inputs(1, 2 * group, 2, 2 * TILE + 1, 64, dtype, "cpu"))
+
+
+@pytest.mark.parametrize("kv_len", [1, 2, 15, 16, 17, TILE - 1, TILE, TILE + 1, 2 * TILE + 3])
+@pytest.mark.parametrize("plan", [{}, {"num_splits": 3}, {"split_size": 50}], ids=describe)
+def test_lengths(kv_len, plan):
+    decode_and_check(*make_inputs(2, 5, 1, kv_len, 40, torch.float16, "cpu"), plan=plan)
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=describe)
+@pytest.mark.parametrize("num_splits", [1, 7])
+def test_empty_splits_and_rows(num_splits, integers):
+    q, k, v = make_inputs(5, 4, 2, 300, 64, torch.bfloat16, "cpu")
+    kv_lens = torch.tensor([0, 1, 130, 300, 40], dtype=integers)
+    kv_start = torch.tensor([0, 0, 129, 5, 60], dtype=integers)
+    out, lse = decode_and_check(q, k, v, kv_lens=kv_lens, kv_start=kv_start, plan={"num_splits": num_splits})
+    assert bool((out[[0, 4]] == 0).all())
+    assert bool((lse[[0, 4]] == -torch.inf).all())
+
+
+def test_a_cache_without_tokens():
+    q, k, v = make_inputs(2, 4, 2, 0, 64, torch.float32, "cpu")
+    for plan in ({}, {"num_splits": 4}):
+        decode_and_check(q, k, v, plan=plan)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_masked_keys_may_hold_anything(dtype, poison):
+    q, k, v = make_inputs(3, 10, 2, 3 * TILE + 5, 72, dtype, "cpu")
+    key_mask = torch.rand(3, k.shape[2]) < 0.5
+    key_mask[1] = False
+    key_mask[2, TILE : 2 * TILE] = False
+    kv_lens = torch.tensor([2 * TILE + 1, 90, 3 * TILE])
+    hidden = ~key_mask | (torch.arange(k.shape[2]) >= kv_lens[:, None])
+    clean = [x.masked_fill(hidden[:, None, :, None], 0.0) for x in (k, v)]
+    dirty = [x.masked_fill(hidden[:, None, :, None], poison) for x in (k, v)]
+    for num_splits in (1, 3):
+        options = {"key_mask": key_mask, "kv_lens": kv_lens}
+        out, lse = decode_and_check(q, *clean, plan={"num_splits": num_splits}, **options)
+        again, lse_again = flash_decode(q, *dirty, return_lse=True, backend="cpu", num_splits=num_splits, **options)
+        assert torch.equal(out, again)
+        assert torch.equal(lse, lse_again)
+
+
+def test_a_mask_of_ones_changes_no_bit():
+    q, k, v = make_inputs(2, 4, 4, 500, 64, torch.float16, "cpu")
+    ones = torch.ones(1, 1, dtype=torch.bool).expand(2, 500)
+    assert torch.equal(flash_decode(q, k, v, key_mask=ones), flash_decode(q, k, v))
+
+
+def test_visible_nan_shows():
+    q, k, v = make_inputs(1, 5, 1, 40, 64, torch.float32, "cpu")
+    k[0, 0, 7, 3] = torch.nan
+    assert bool(flash_decode(q, k, v).isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+def test_strides_change_no_bit(dtype):
+    q, k, v = make_inputs(3, 8, 2, 333, 64, dtype, "cpu")
+    want = flash_decode(q, k, v, num_splits=2)
+    pool = torch.stack([k, v], dim=3)  # [B, Hkv, N, 2, D]: K and V interleaved
+    fused = torch.cat([q, q], dim=2).permute(1, 0, 2, 3)  # [Hq, B, 2, D]
+    out = torch.empty(64, 3, 8).to(dtype).permute(1, 2, 0).unsqueeze(2).contiguous()[..., :64]
+    assert torch.equal(flash_decode(q, *pool.unbind(3), num_splits=2), want)
+    assert torch.equal(flash_decode(fused.transpose(0, 1)[:, :, 1:], k, v, num_splits=2), want)
+    wide = torch.empty(3, 8, 1, 100).to(dtype)
+    flash_decode(q, k, v, num_splits=2, out=wide[..., 20:84])
+    assert torch.equal(wide[..., 20:84], want)
+    assert bool(wide[..., :20].isnan().all())
+    assert bool(wide[..., 84:].isnan().all())
+    assert out.shape == want.shape
+
+
+def test_zero_strides_change_no_bit():
+    q, k, v = make_inputs(1, 8, 1, 333, 64, torch.float16, "cpu")
+    views = q[:, :1].expand(5, 8, 1, 64), k.expand(5, 4, 333, 64), v.expand(5, 4, 333, 64)
+    assert torch.equal(flash_decode(*views), flash_decode(*(x.contiguous() for x in views)))
+
+
+# Threads -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Even small calls are shared among threads."""
+    monkeypatch.setattr(threads, "MIN_ELEMENTS_TO_SHARE", 0)
+
+
+@pytest.fixture
+def thread_count():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_changes_no_bit(shared, thread_count):
+    q, k, v = make_inputs(2, 8, 2, 1000, 64, torch.float32, "cpu")
+    results = []
+    for count in (1, 2, 5, 3):
+        thread_count(count)
+        results.append(flash_decode(q, k, v, num_splits=6, return_lse=True))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+def test_many_python_threads_at_once(shared, thread_count):
+    thread_count(3)
+    inputs = [make_inputs(1, 8, 2, 700 + 50 * i, 64, DTYPES[i % 3], "cpu") for i in range(8)]
+    want = [flash_decode(*x, num_splits=4) for x in inputs]
+    wrong, barrier = [], threading.Barrier(8)
+
+    def call(i):
+        barrier.wait()
+        for _ in range(50):
+            if not torch.equal(flash_decode(*inputs[i], num_splits=4), want[i]):
+                wrong.append(i)
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+def test_an_error_in_a_helper_reaches_the_caller(shared):
+    main, together = threading.get_ident(), threading.Barrier(2)
+
+    def work():
+        together.wait(timeout=10)
+        if threading.get_ident() != main:
+            raise MemoryError("no scratch")
+
+    with pytest.raises(MemoryError, match="no scratch"):
+        threads.run_shared(work, 2)
+
+
+def test_a_pool_that_takes_no_work_leaves_it_to_the_caller(monkeypatch):
+    pool = threads.ThreadPoolExecutor(2)
+    pool.shutdown()
+    monkeypatch.setattr(threads, "_pool", pool)
+    monkeypatch.setattr(threads, "_pool_size", 2)
+    done = []
+    threads.run_shared(lambda: done.append(threading.get_ident()), 2)
+    assert done == [threading.get_ident()]
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "kv_len", "threads_", "splits"),
+    [(1, 8, 8192, 1, 1), (1, 8, 8192, 2, 1), (1, 1, 8192, 2, 8), (1, 3, 8192, 2, 3), (1, 1, 600, 2, 2), (1, 1, 0, 2, 1), (0, 8, 99, 2, 1), (1, 8, 8192, 64, 32)],
+)
+def test_choose_cpu_splits(batch, heads_kv, kv_len, threads_, splits):
+    assert threads.choose_cpu_splits(batch, heads_kv, kv_len, threads_) == splits
+
+
+# Processes and compiled code ---------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, threading, torch
+from flash_decoding import flash_decode, reference
+from flash_decoding.backends import cpu
+
+def inputs(dtype, n):
+    torch.manual_seed(n)
+    return [torch.randn(*shape).to(dtype) for shape in ((2, 5, 1, 72), (2, 1, n, 72), (2, 1, n, 40))]
+
+def check(dtype, n=3000):
+    x = inputs(dtype, n)
+    error = (flash_decode(*x, num_splits=4) - reference(*x)).abs().max().item()
+    assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], error
+"""
+
+
+def start(code, **environment):
+    """A fresh interpreter that runs SCRIPT and then the code."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + code],
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def test_c066_c067_first_calls_race_in_an_empty_cache(tmp_path):
+    code = """
+errors = []
+def call(i):
+    try:
+        check(torch.float16, 1000 + i)
+    except BaseException as error:
+        errors.append(error)
+callers = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+[x.start() for x in callers]
+[x.join() for x in callers]
+assert not errors, errors
+print(cpu.compile_status()["float16"], cpu.compile_status()["float32"], sep="; ")
+"""
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for text in [finish(process) for process in [start(code, **cache) for _ in range(2)]]:
+        assert text.startswith(("compiled", "loaded"))  # the slower process may find the faster one's result
+        assert text.endswith("; not loaded")
+    assert finish(start(code, **cache)).startswith("loaded from the cache")
+
+
+def test_a_fork_after_a_parallel_call():
+    # The child compares bits only: PyTorch's own parallel operations hang after a fork.
+    finish(
+        start("""
+torch.set_num_threads(2)
+x = inputs(torch.float32, 9000)
+want = flash_decode(*x, num_splits=4)
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(flash_decode(*x, num_splits=4), want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+check(torch.float32, 9000)
+""")
+    )
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names of x86 processors")
+@pytest.mark.parametrize(
+    ("name", "features", "lanes"),
+    [("haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt", 8), ("x86-64", "+sse2", 8)],
+    ids=["avx2", "sse2"],
+)
+def test_older_processors(name, features, lanes, tmp_path):
+    """No AVX-512, and then neither FMA nor float16 instructions: slower, with right results."""
+    code = f"from flash_decoding.backends.cpu import simd; assert simd.LANES == {lanes}; check(torch.float16)"
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    finish(start(code, **cache))
+
+
+def test_without_a_writable_cache(monkeypatch):
+    made = []
+
+    def make_kernel(stamp, cache):
+        made.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return "kernel"
+
+    monkeypatch.setattr(cpu, "make_kernel", make_kernel)
+    assert cpu._make_kernel() == "kernel"
+    assert made == [True, False]
+
+
+def test_the_first_call_says_that_it_compiles(monkeypatch, caplog):
+    monkeypatch.setattr(cpu, "_status", {})
+    with caplog.at_level(logging.INFO, "flash_decoding"):
+        flash_decode(*make_inputs(1, 1, 1, 5, 16, torch.float32, "cpu"))
+        flash_decode(*make_inputs(1, 1, 1, 6, 16, torch.float32, "cpu"))
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "preparing the CPU kernel for float32",
+        "the CPU kernel for float32 is ready",
+    ]

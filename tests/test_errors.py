@@ -1,0 +1,122 @@
+"""Each rejection: its type, the argument it names, and that explain() says the same. Nothing is launched."""
+
+import pytest
+import torch
+
+from flash_decoding import Workspace, explain, flash_decode
+
+Q, K, V = torch.zeros(2, 4, 1, 64), torch.zeros(2, 2, 10, 64), torch.zeros(2, 2, 10, 64)
+LENS = torch.tensor([3, 5], dtype=torch.int32)
+
+REFUSED = [
+    (dict(q=[1.0]), TypeError, "q must be a torch.Tensor, got list"),
+    (dict(kv_lens=[3, 5]), TypeError, "kv_lens must be a torch.Tensor or None, got list"),
+    (dict(layout="nhd"), ValueError, r"layout must be one of \['bhnd', 'bnhd'\], got 'nhd'"),
+    (dict(q=Q[0]), ValueError, r"q must have shape \[B, H, L, D\] for layout 'bhnd', got \[4, 1, 64\]"),
+    (dict(k=K[0]), ValueError, "k must have shape"),
+    (dict(q=Q.double(), k=K.double(), v=V.double()), TypeError, "q must be float16, bfloat16 or float32, got torch.float64"),
+    (dict(k=K.half()), TypeError, "k must have the dtype of q, torch.float32, got torch.float16"),
+    (dict(v=V.bfloat16()), TypeError, "v must have the dtype of q"),
+    (dict(k=K[:1]), ValueError, "k must have the batch of q, 2, got 1"),
+    (dict(q=torch.zeros(2, 3, 1, 64)), ValueError, "heads_q must be a positive multiple of heads_kv, got 3 and 2"),
+    (dict(k=K[:, :0], v=V[:, :0]), ValueError, "heads_q must be a positive multiple of heads_kv, got 4 and 0"),
+    (dict(v=V[:, :1]), ValueError, "v must have the heads of k, 2, got 1"),
+    (dict(v=V[:, :, :9]), ValueError, "v must have the length of k, 10, got 9"),
+    (dict(q=torch.zeros(2, 4, 2, 64)), ValueError, "q must hold one query token per sequence, got 2"),
+    (dict(k=K[..., :32]), ValueError, "k must have the head_dim of q, 64, got 32"),
+    (dict(v=torch.zeros(2, 2, 10, 20)), ValueError, "value_dim must be a multiple of 8 from 16 to 256, got 20"),
+    (dict(q=Q[..., :8], k=K[..., :8]), ValueError, "head_dim must be a multiple of 8 from 16 to 256, got 8"),
+    (dict(k=torch.zeros(2, 2, 10, 128)[..., ::2]), ValueError, "k must have a contiguous last axis"),
+    (dict(q=torch.zeros(2, 4, 1, 1).expand(2, 4, 1, 64)), ValueError, "q must have a contiguous last axis"),
+    (dict(k=K.to("meta")), ValueError, "k must be on the device of q, cpu, got meta"),
+    (dict(q=Q.clone().requires_grad_()), ValueError, "q must not require a gradient"),
+    (dict(kv_lens=LENS.float()), TypeError, "kv_lens must be int32 or int64, got torch.float32"),
+    (dict(kv_lens=torch.zeros(3, dtype=torch.int32)), ValueError, r"kv_lens must have shape \[2\], got \[3\]"),
+    (dict(kv_lens=torch.zeros(4, dtype=torch.int32)[::2]), ValueError, "kv_lens must be contiguous, got stride 2"),
+    (dict(kv_lens=LENS.to("meta")), ValueError, "kv_lens must be on the device of q, cpu, got meta"),
+    (dict(kv_lens=torch.tensor([3, 11])), ValueError, "kv_lens must lie from 0 to the cache's 10 keys, got values from 3 to 11"),
+    (dict(kv_start=torch.tensor([-1, 0])), ValueError, "kv_start must lie from 0"),
+    (dict(key_mask=torch.ones(2, 10)), TypeError, "key_mask must be bool"),
+    (dict(key_mask=torch.ones(2, 9, dtype=torch.bool)), ValueError, r"key_mask must have shape \[2, 10\], got \[2, 9\]"),
+    (dict(key_mask=torch.ones(2, 10, dtype=torch.bool, device="meta")), ValueError, "key_mask must be on the device of q"),
+    (dict(scale=float("nan")), ValueError, "scale must be finite, got nan"),
+    (dict(scale="1"), TypeError, "scale must be a number or None, got str"),
+    (dict(num_splits=0), ValueError, "num_splits must be from 1 to 16384, got 0; None means automatic"),
+    (dict(num_splits=-1), ValueError, "num_splits must be from 1"),
+    (dict(num_splits=10**9), ValueError, "num_splits must be from 1"),
+    (dict(num_splits=2.5), TypeError, "num_splits must be an int or None, got float"),
+    (dict(num_splits=True), TypeError, "num_splits must be an int or None, got bool"),
+    (dict(split_size=0), ValueError, "split_size must be at least 1"),
+    (dict(num_splits=2, split_size=5), ValueError, "split_size must be None when num_splits is given"),
+    (dict(out=Q.half()), TypeError, "out must have the dtype of q"),
+    (dict(out=Q[:1]), ValueError, r"out must have shape \[2, 4, 1, 64\], got \[1, 4, 1, 64\]"),
+    (dict(out=Q.to("meta")), ValueError, "out must be on the device of q"),
+    (dict(out=torch.zeros(2, 4, 1, 128)[..., ::2]), ValueError, "out must have a contiguous last axis"),
+    (dict(lse=torch.zeros(2, 4, 1).half()), TypeError, "lse must be float32"),
+    (dict(lse=torch.zeros(2, 4)), ValueError, r"lse must be contiguous with shape \[2, 4, 1\], got \[2, 4\]"),
+    (dict(lse=torch.zeros(2, 4, 1, device="meta")), ValueError, "lse must be on the device of q"),
+    (dict(workspace=torch.zeros(9)), TypeError, "workspace must be a Workspace or None, got Tensor"),
+    (dict(backend="cuda"), ValueError, r"backend must be one of \['auto', 'triton', 'cpu'\], got 'cuda'"),
+    (dict(q=Q.to("meta"), k=K.to("meta"), v=V.to("meta")), ValueError, "q must be on a CPU or a CUDA device, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), REFUSED, ids=[message[:40] for _, _, message in REFUSED])
+def test_bad_input_is_refused_by_name(change, kind, message, monkeypatch):
+    monkeypatch.setattr("flash_decoding.api.run", lambda *args: pytest.fail("something was launched"))
+    arguments = dict(q=Q, k=K, v=V) | change
+    with pytest.raises(kind, match=message):
+        flash_decode(**arguments)
+    assert any(reason == str(_error(arguments)) for reason in explain(**arguments))
+
+
+def _error(arguments):
+    try:
+        flash_decode(**arguments)
+    except (TypeError, ValueError) as error:
+        return error
+    raise AssertionError("accepted")
+
+
+def test_explain_lists_every_reason_and_nothing_else():
+    assert explain(Q, K, V, kv_lens=LENS, num_splits=3, workspace=Workspace()) == []
+    reasons = explain(torch.zeros(2, 3, 1, 60), K, V[:, :, :9], num_splits=-1, backend="cpu")
+    assert len(reasons) == 5, reasons
+    for name in ("heads_q", "head_dim", "k must", "v must", "num_splits"):
+        assert sum(reason.startswith(name) for reason in reasons) == 1
+
+
+def test_gradients_are_no_obstacle_where_they_are_off():
+    q = Q.clone().requires_grad_()
+    with torch.no_grad():
+        assert flash_decode(q, K, V).shape == Q.shape
+
+
+def test_an_option_that_is_not_there_is_absent():
+    for option in ("window", "softcap", "sinks", "block_table"):
+        with pytest.raises(TypeError, match=option):
+            flash_decode(Q, K, V, **{option: None})
+
+
+def test_a_named_backend_never_falls_back(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from flash_decoding import backends
+
+    backends._refusals.cache_clear()
+    with pytest.raises(ValueError, match="backend 'triton' cannot run this call: q is on the CPU; backend='cpu' can"):
+        flash_decode(Q, K, V, backend="triton")
+    backends._refusals.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_mixed_devices_and_checked_lengths_on_a_gpu():
+    q, k, v = (x.cuda() for x in (Q, K, V))
+    with pytest.raises(ValueError, match="kv_lens must be on the device of q, cuda:0, got cpu"):
+        flash_decode(q, k, v, kv_lens=LENS)
+    with pytest.raises(ValueError, match="v must be on the device of q, cuda:0, got cpu"):
+        flash_decode(q, k, V)
+    with pytest.raises(ValueError, match="backend 'cpu' cannot run this call: q is on a CUDA device"):
+        flash_decode(q, k, v, backend="cpu")
+    with pytest.raises(ValueError, match="kv_lens must lie from 0"):
+        flash_decode(q, k, v, kv_lens=torch.tensor([3, 11], device="cuda"), check=True)
