@@ -87,10 +87,13 @@ def flash_decode(
         raise TypeError(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
     if out is None:
         out = torch.empty((*q.shape[:3], problem.value_dim), dtype=q.dtype, device=q.device)
-    if return_lse and lse is None:
+    if not return_lse:
+        run(problem, call, backend, workspace, out, lse)
+        return out
+    if lse is None:
         lse = torch.empty((problem.batch, problem.heads_q, problem.q_len), dtype=torch.float32, device=q.device)
     run(problem, call, backend, workspace, out, lse)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def explain(
@@ -131,9 +134,11 @@ def explain(
 
 
 def _traced(
-    q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, return_lse, out, lse, workspace, backend
-):  # fmt: skip
-    """The call as torch.compile sees it: outputs made in the graph, one op that fills them; the op checks when it runs."""
+    q: Tensor, k: Tensor, v: Tensor, layout: str, kv_lens: Tensor | None, kv_start: Tensor | None, scale: float | None,
+    key_mask: Tensor | None, num_splits: int | None, split_size: int | None, return_lse: bool,
+    out: Tensor | None, lse: Tensor | None, workspace: Workspace | None, backend: str,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The call as torch.compile sees it: outputs made in the graph, and one op that checks and fills them when run."""
     if workspace is not None:
         raise ValueError("workspace must be None under torch.compile, whose graphs own their scratch")
     if out is None:
@@ -144,4 +149,4 @@ def _traced(
     torch.ops.flash_decoding.decode(
         q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, backend, out, lse
     )
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out

@@ -22,7 +22,6 @@ LAUNCH_US = 2.1
 # The chunk kernel's query, first tile and last store on top of that, and a reduce kernel with little to merge.
 CHUNK_EXTRA_US = 1.0
 REDUCE_US = 1.5
-CPU_CALL_US = 30.0
 
 
 @dataclass(frozen=True, slots=True)

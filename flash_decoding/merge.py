@@ -48,7 +48,9 @@ def merge_states(
     if lse.dtype != torch.float32:
         raise TypeError(f"lses must be float32, got {lse.dtype}")
     if out.ndim < 2 or out.shape[:-1] != lse.shape:
-        raise ValueError(f"lses must have the shape of outs without the last axis, got {list(lse.shape)} and {list(out.shape)}")
+        raise ValueError(
+            f"lses must have the shape of outs without the last axis, got {list(lse.shape)} and {list(out.shape)}"
+        )
     if out.device != lse.device:
         raise ValueError(f"lses must be on the device of outs, got {lse.device} and {out.device}")
 

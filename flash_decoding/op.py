@@ -14,7 +14,9 @@ from flash_decoding.problem import Call, Problem, make_problem
 from flash_decoding.workspace import Workspace, take_partial
 
 
-def run(problem: Problem, call: Call, backend: str, workspace: Workspace | None, out: Tensor, lse: Tensor | None) -> None:
+def run(
+    problem: Problem, call: Call, backend: str, workspace: Workspace | None, out: Tensor, lse: Tensor | None
+) -> None:
     """Plan, take scratch, start the backend. out has the layout of the call."""
     if call.layout == "bnhd":
         out = out.transpose(1, 2)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # Views kept per workspace; making one costs a few microseconds, so the recent shapes keep theirs.
 _MAX_VIEWS = 64
 
@@ -81,9 +80,9 @@ class Workspace:
             self.size(batch=batch, heads_q=heads_q, q_len=q_len, value_dim=value_dim, num_splits=num_splits), device
         )
         assert self._buffer is not None, "reserve() made a buffer"
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if not any(buffer is self._buffer for buffer in self._captured):
-                self._captured.append(self._buffer)
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and not any(buffer is self._buffer for buffer in self._captured):
+            self._captured.append(self._buffer)
         key = (num_splits, *rows, value_dim)
         partial = self._partials.get(key)
         if partial is None:
@@ -122,11 +121,9 @@ def take_partial(
         return workspace.partial(num_splits, rows, value_dim, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A captured address must outlive the graph, so it comes from the graph's own memory pool.
-        size = Workspace.size(
-            batch=rows[0], heads_q=rows[1], q_len=rows[2], value_dim=value_dim, num_splits=num_splits
-        )
+        size = Workspace.size(batch=rows[0], heads_q=rows[1], q_len=rows[2], value_dim=value_dim, num_splits=num_splits)
         return make_partial(torch.empty(size // 4, dtype=torch.float32, device=device), num_splits, rows, value_dim)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     key = (device.type, device.index or 0, stream)
     if key not in _owned.by_stream:
         _owned.by_stream[key] = Workspace()

@@ -32,7 +32,7 @@ def max_error(x, want):
 
 
 def tolerance(q, k, v, want, **options):
-    """The contract: 1.5 times what SDPA loses on the same inputs, or one unit in the last place of the largest output."""
+    """The contract: 1.5 times what SDPA loses on the same inputs, or one last place of the largest output."""
     if options.get("layout") == "bnhd":
         q, k, v, want = (x.transpose(1, 2) for x in (q, k, v, want))
     n = torch.arange(k.shape[2], device=q.device)

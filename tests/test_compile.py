@@ -10,10 +10,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 pytest.importorskip("triton")
 
-from compiling import compile_chunk, compile_reduce  # noqa: E402  (needs Triton)
+from compiling import compile_chunk, compile_reduce
 
-from flash_decoding.backends.triton.reduce import block_of_splits  # noqa: E402
-from flash_decoding.split_plan import choose_tile  # noqa: E402
+from flash_decoding.backends.triton.reduce import block_of_splits
+from flash_decoding.split_plan import choose_tile
 
 # Shared memory per program, bytes, by architecture: A100; RTX 40; H100 and H200.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -23,7 +23,17 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 @pytest.mark.parametrize("dtype", DTYPES, ids=describe)
 @pytest.mark.parametrize(
     ("group", "head_dim", "value_dim"),
-    [(1, 64, 64), (4, 128, 128), (7, 80, 80), (8, 256, 256), (32, 64, 128), (32, 256, 64), (64, 64, 64), (64, 128, 128), (3, 24, 16)],
+    [
+        (1, 64, 64),
+        (4, 128, 128),
+        (7, 80, 80),
+        (8, 256, 256),
+        (32, 64, 128),
+        (32, 256, 64),
+        (64, 64, 64),
+        (64, 128, 128),
+        (3, 24, 16),
+    ],
 )
 def test_chunk_kernel_fits_and_does_not_spill(group, head_dim, value_dim, dtype, arch):
     tile = choose_tile(group, 1, head_dim, value_dim, dtype.itemsize, SHARED[arch])

@@ -31,7 +31,8 @@ def test_group_sizes(target, group, dtype):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=describe)
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim"), [(16, 16), (24, 40), (64, 128), (72, 72), (80, 96), (128, 64), (192, 192), (256, 16), (256, 256)]
+    ("head_dim", "value_dim"),
+    [(16, 16), (24, 40), (64, 128), (72, 72), (80, 96), (128, 64), (192, 192), (256, 16), (256, 256)],
 )
 def test_widths(target, head_dim, value_dim, dtype):
     q, k, v = make_inputs(1, 4, 2, 70, head_dim, dtype, target.device, value_dim=value_dim)
@@ -53,7 +54,8 @@ def test_layouts_and_ragged_lengths(target, layout, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=describe)
 @pytest.mark.parametrize(
-    ("batch", "heads_q", "heads_kv", "kv_len", "head_dim"), [(1, 32, 8, 4096, 128), (2, 8, 8, 2000, 64), (1, 8, 1, 3001, 128)]
+    ("batch", "heads_q", "heads_kv", "kv_len", "head_dim"),
+    [(1, 32, 8, 4096, 128), (2, 8, 8, 2000, 64), (1, 8, 1, 3001, 128)],
 )
 def test_serving_shapes(target, batch, heads_q, heads_kv, kv_len, head_dim, dtype):
     decode_and_check(target, *make_inputs(batch, heads_q, heads_kv, kv_len, head_dim, dtype, target.device))
@@ -127,7 +129,9 @@ def test_any_combination(
     if masked:
         options["key_mask"] = torch.rand(batch, kv_len, device=target.device) > 0.5
     # Few outputs make the maximum of SDPA's error a lucky one, so here the bound is the loose one.
-    atol = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype] * max(1.0, v.abs().max().item() if v.numel() else 1.0)
+    atol = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype] * max(
+        1.0, v.abs().max().item() if v.numel() else 1.0
+    )
     decode_and_check(target, q, k, v, layout=layout, plan=plan, atol=atol, **options)
 
 

@@ -78,7 +78,9 @@ def test_what_nobody_may_see_changes_no_bit(target, dtype, poison):
     n = torch.arange(140, device=target.device)
     hidden = ~((n < kv_lens[:, None]) & (n >= kv_start[:, None]) & key_mask)[:, None, :, None]
     for plan in ({"num_splits": 1}, {"num_splits": 4}):
-        options = dict(kv_lens=kv_lens, kv_start=kv_start, key_mask=key_mask, return_lse=True, backend=target.backend, **plan)
+        options = dict(
+            kv_lens=kv_lens, kv_start=kv_start, key_mask=key_mask, return_lse=True, backend=target.backend, **plan
+        )
         clean = flash_decode(q, k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0), **options)
         dirty = flash_decode(q, k.masked_fill(hidden, poison), v.masked_fill(hidden, poison), **options)
         assert all(torch.equal(x, y) for x, y in zip(clean, dirty, strict=True))

@@ -67,7 +67,12 @@ def test_masses_far_apart_do_not_overflow():
 
 REFUSED = [
     (([], []), {}, ValueError, "outs must hold at least one state"),
-    ((torch.zeros(2, 3, 8), torch.zeros(2, 4)), {}, ValueError, "lses must have the shape of outs without the last axis"),
+    (
+        (torch.zeros(2, 3, 8), torch.zeros(2, 4)),
+        {},
+        ValueError,
+        "lses must have the shape of outs without the last axis",
+    ),
     ((torch.zeros(2, 3, 8), torch.zeros(2, 3).half()), {}, TypeError, "lses must be float32"),
     ((torch.zeros(2, 3, 8).double(), torch.zeros(2, 3)), {}, TypeError, "outs must be float16, bfloat16 or float32"),
     ((torch.zeros(2, 3, 8), torch.zeros(2, 3, device="meta")), {}, ValueError, "lses must be on the device of outs"),

@@ -33,6 +33,7 @@ def resolve(backend: str, device: torch.device) -> str:
     return ("triton" if device.type == "cuda" else "cpu") if backend == "auto" else backend
 
 
+@lru_cache(maxsize=None)
 def load(name: str) -> ModuleType:
     """The backend's module, with plan() and decode(); importing it may take a second."""
     return importlib.import_module(f"flash_decoding.backends.{name}")

@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 
-
 _compiled: dict[tuple, Any] = {}
 _first_start = threading.Lock()
 _STRIDE_LIMIT = 2**31  # from here on Triton passes an integer as 64 bits, which is another variant
