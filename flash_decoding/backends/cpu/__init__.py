@@ -41,15 +41,17 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
     if split_size is not None:
         num_splits = max(1, -(-p.kv_len // split_size))
     elif num_splits is None:
-        num_splits = choose_cpu_splits(p.batch, p.heads_kv, p.kv_len, count_threads(_elements(p)))
+        # Of a ragged batch, one sequence may be nearly all the work.
+        batch = p.batch if p.kv_lens is None else 1
+        num_splits = choose_cpu_splits(batch, p.heads_kv, p.kv_len, count_threads(_elements(p)))
     return Plan(num_splits, split_size, Tile(4, _BLOCK_N, p.head_dim, p.value_dim, num_warps=1, num_stages=1))
 
 
 def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> None:
     """Fill out and, if it is not None, lse. partial is None exactly when the plan has one split."""
     dtype = problem.q.dtype
-    kernel = _kernel if dtype in _status else _prepare(dtype)
-    counters = np.zeros(1 + problem.batch * problem.heads_kv, np.int64)
+    kernel = _kernel if _kernel is not None and dtype in _status else _prepare(dtype)
+    counters = np.zeros(1 + (problem.batch * problem.heads_kv if plan.num_splits > 1 else 0), np.int64)
     call = _describe(problem, plan, partial, out, lse, counters.ctypes.data)
     # `keep` lives as long as any thread works: an interrupt may take the caller away earlier.
     work = bind(_work, kernel, call, _KINDS[dtype], (problem, partial, out, lse, counters))
@@ -57,7 +59,7 @@ def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, l
 
 
 def compile_status() -> dict[str, str]:
-    """What became of the kernel of each dtype: 'not loaded', or how long compiling it or loading it from the cache took."""
+    """Per dtype: 'not loaded', or how long it took to compile the kernel or to load it from Numba's cache."""
     return {str(dtype).removeprefix("torch."): _status.get(dtype, "not loaded") for dtype in _KINDS}
 
 

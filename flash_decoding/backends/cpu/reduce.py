@@ -2,34 +2,51 @@
 
     M = max m_i,   out = sum 2**(m_i - M) acc_i / sum 2**(m_i - M) l_i,   lse = ln 2 * M + ln(sum 2**(m_i - M) l_i)
 
-in the order of the splits, so that the threads' timing changes no bit. Splits that saw no key have m = -inf and weigh 0.
+in the order of the splits, so that the timing of threads changes no bit. Splits that saw no key have m = -inf and
+weigh nothing.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from flash_decoding.backends.cpu.scores import NO_SCORE, natural_lse, weight
-from flash_decoding.backends.cpu.simd import LANES, div, element_bytes, fma, load, load_float, splat, store, store_float
+from flash_decoding.backends.cpu.simd import (
+    LANES,
+    div,
+    element_bytes,
+    fma,
+    inner,
+    load,
+    load_float,
+    splat,
+    store,
+    store_float,
+)
 
 FLOAT32 = np.float32(0)
 
 
-@njit(nogil=True)
-def vector_offset(i, width):  # type: ignore[no-untyped-def]
+@inner
+def address_of(view, b, head, token):
+    """Where a row of a [batch, heads, length, width] array begins."""
+    return view.base + b * view.batch + head * view.head + token * view.token
+
+
+@inner
+def vector_offset(i, width):
     """First element of vector i of a row. The last vector of a row ends with it, and so may overlap the one before."""
     return min(i * LANES, width - LANES)
 
 
-@njit(nogil=True)
-def divisor(l):  # type: ignore[no-untyped-def]
+@inner
+def divisor(l):
     """What to divide acc by; a row without keys keeps its zeros."""
     return np.float32(l if l != 0.0 else 1.0)
 
 
-@njit(nogil=True)
-def merge_row(call, kind, head, token, b, weights):  # type: ignore[no-untyped-def]
+@inner
+def merge_row(call, kind, head, token, b, weights):
     """Merge one query row over all splits; weights is scratch for one float32 per split."""
     rows = call.batch * call.heads_q * call.q_len
     row = (b * call.heads_q + head) * call.q_len + token
@@ -42,7 +59,7 @@ def merge_row(call, kind, head, token, b, weights):  # type: ignore[no-untyped-d
         l += np.float64(w) * load_float(call.partial_l + 4 * (split * rows + row))
         store_float(weights + 4 * split, w)
 
-    out = call.out.base + b * call.out.batch + head * call.out.head + token * call.out.token
+    out = address_of(call.out, b, head, token)
     total = splat(divisor(l))
     for i in range((call.value_dim + LANES - 1) // LANES):
         d = vector_offset(i, call.value_dim)

@@ -9,9 +9,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from flash_decoding.backends.cpu.simd import exp2, fma, lanes_max, mul, splat
+from flash_decoding.backends.cpu.simd import exp2, fma, inner, lanes_max, mul, splat
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -24,8 +23,8 @@ class ScoreOptions(NamedTuple):
     factor: float  # scale * log2(e) to float64 precision
 
 
-@njit(nogil=True)
-def transform_scores(dots, options):  # type: ignore[no-untyped-def]
+@inner
+def transform_scores(dots, options):
     """A vector of dot products to a vector of base 2 scores."""
     # One float32 factor would be wrong by up to 6e-8 of every score, in the same direction: what it lacks is added.
     factor = np.float32(options.factor)
@@ -33,19 +32,19 @@ def transform_scores(dots, options):  # type: ignore[no-untyped-def]
     return fma(dots, splat(factor), mul(dots, splat(missing)))
 
 
-@njit(nogil=True)
-def finite_base(m):  # type: ignore[no-untyped-def]
+@inner
+def finite_base(m):
     """What to subtract from the scores: the maximum, or 0 where no score is above -inf, for -inf - -inf is NaN."""
     return np.float32(0.0) if m == NO_SCORE else m
 
 
-@njit(nogil=True)
-def weight(s, m):  # type: ignore[no-untyped-def]
+@inner
+def weight(s, m):
     """exp2(s - m) of two scalars; 0 for s = -inf."""
     return lanes_max(exp2(splat(s - finite_base(m))))
 
 
-@njit(nogil=True)
-def natural_lse(m, l):  # type: ignore[no-untyped-def]
+@inner
+def natural_lse(m, l):
     """ln(l * 2**m), l in float64, rounded once; -inf where no key was seen."""
     return NO_SCORE if l == 0.0 else np.float32(m * LN_2 + math.log(l))

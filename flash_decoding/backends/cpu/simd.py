@@ -1,10 +1,11 @@
 """A small vocabulary of SIMD for Numba: vectors of float32, and tuples of them that live in registers.
 
-Numba leaves vectorisation to LLVM, which gives up on the loops of attention. Here the vectors are explicit: `Vector` is an LLVM vector of
-LANES float32, the functions below are the few operations the kernels need, and a tuple of vectors is a block of accumulators. LLVM
-legalises every operation for the host, so nothing here asks for a particular instruction set.
+Numba leaves vectorisation to LLVM, which gives up on the loops of attention. Here the vectors are explicit: `Vector` is
+an LLVM vector of LANES float32, the functions below are the few operations that the kernels need, and a tuple of
+vectors is a block of accumulators. LLVM translates each operation for the host: none needs a certain instruction set.
 
-Memory is addressed by plain integers. The element kind of K, V, q and out travels as a NumPy scalar whose type says how to read memory:
+Memory is addressed by plain integers. The element kind of q, K, V and out travels as a NumPy scalar whose type says how
+to read memory:
 
     float32 -> float32        int16 -> the bits of a float16        uint16 -> the bits of a bfloat16
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel import PrimitiveModel, register_default
 from numba.core.registry import cpu_target
@@ -44,6 +45,10 @@ _EXP2 = (
 )
 
 
+# For functions that only kernels call: entry points from Python, which they do not need, are a third of compiling.
+inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 class VectorType(types.Type):
     """LANES float32 in one register."""
 
@@ -57,12 +62,12 @@ _BITS = ir.VectorType(_I32, LANES)
 
 
 @register_default(VectorType)
-class _VectorModel(PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Any) -> None:
         super().__init__(dmm, fe_type, _VECTOR)
 
 
-# LLVM building blocks: builder in, LLVM value out ------------------------------------------------------------------------------------
+# LLVM building blocks: builder in, LLVM value out.
 
 
 def _floats(value: float) -> ir.Constant:
@@ -118,7 +123,7 @@ def _widen(builder: ir.IRBuilder, address: ir.Value, kind: types.Type) -> ir.Val
 
 
 def _widen_half_by_bits(builder: ir.IRBuilder, raw: ir.Value) -> ir.Value:
-    """float16 to float32 with integer operations: move the fields, then rebias the exponent by an exact multiplication."""
+    """float16 to float32 with integer operations: move the fields, then rebias by an exact multiplication."""
     bits = builder.zext(raw, _BITS)
     moved = builder.shl(builder.and_(bits, _bits(0x7FFF)), _bits(13))
     rebiased = builder.bitcast(builder.fmul(builder.bitcast(moved, _VECTOR), _floats(2.0**112)), _BITS)
@@ -151,7 +156,8 @@ def _narrow_half_by_bits(builder: ir.IRBuilder, bits: ir.Value, nan: ir.Value) -
     """float32 to float16 with integer operations; the subnormal results are rounded by one float32 addition."""
     magnitude = builder.and_(bits, _bits(0x7FFFFFFF))
     odd = builder.and_(builder.lshr(magnitude, _bits(13)), _bits(1))
-    normal = builder.lshr(builder.add(builder.sub(magnitude, _bits((127 - 15) << 23)), builder.add(_bits(0xFFF), odd)), _bits(13))
+    rebiased = builder.sub(magnitude, _bits((127 - 15) << 23))
+    normal = builder.lshr(builder.add(rebiased, builder.add(_bits(0xFFF), odd)), _bits(13))
     # At 0.5 the last bit of a float32 is worth 2**-24, the spacing of float16's subnormals.
     shifted = builder.fadd(builder.bitcast(magnitude, _VECTOR), _floats(0.5))
     subnormal = builder.sub(builder.bitcast(shifted, _BITS), _bits(0x3F000000))
@@ -163,8 +169,11 @@ def _narrow_half_by_bits(builder: ir.IRBuilder, bits: ir.Value, nan: ir.Value) -
 
 
 def _transpose_add(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """LANES vectors to one: lane i is the sum of vector i. Halves the number of vectors at each step, so it costs 2 shuffles and
-    1 addition per vector, where separate horizontal sums would cost as much as the dot products they finish."""
+    """LANES vectors to one: lane i is the sum of vector i.
+
+    Each step halves the number of vectors, so a sum costs 2 shuffles and an addition; separate horizontal sums would
+    cost as much as the dot products that they finish.
+    """
 
     def halve(pairs: list[ir.Value], low: list[int], high: list[int]) -> list[ir.Value]:
         return [
@@ -200,7 +209,7 @@ def _fold(builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value, 
 
 def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     x = builder.select(builder.fcmp_ordered("<", x, _floats(-127.0)), _floats(-127.0), x)
-    # Adding 1.5 * 2**23 rounds to a whole number and leaves it in the low bits, from where a shift makes it the exponent.
+    # Adding 1.5 * 2**23 rounds to a whole number and leaves it in the low bits: a shift makes it the exponent.
     magic = _floats(1.5 * 2.0**23)
     shifted = builder.fadd(x, magic)
     fraction = builder.fsub(x, builder.fsub(shifted, magic))
@@ -219,7 +228,7 @@ def _untuple(builder: ir.IRBuilder, type_: types.UniTuple, value: ir.Value) -> l
     return [builder.extract_value(value, i) for i in range(type_.count)]
 
 
-# The vocabulary. Addresses and steps are int64 and count bytes ---------------------------------------------------------------------
+# The vocabulary. Addresses and steps are int64 and count bytes.
 
 
 @intrinsic
@@ -426,7 +435,7 @@ def lanes_max(typingctx: Any, vector: Any) -> Any:
 
 @intrinsic
 def exp2(typingctx: Any, x: Any) -> Any:
-    """2**x for x < 128.5, relative error below 1.5e-7; 0 for x <= -127 (the subnormal results) and for -inf; NaN stays NaN."""
+    """2**x for x < 128.5, relative error below 1.5e-7; 0 for x <= -127 (subnormal results) and -inf; NaN stays."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return _exp2(builder, args[0])
@@ -434,7 +443,7 @@ def exp2(typingctx: Any, x: Any) -> Any:
     return Vector(Vector), codegen
 
 
-# Blocks of registers: a tuple of vectors, row by row -------------------------------------------------------------------------------
+# Blocks of registers: a tuple of vectors, row by row.
 
 
 @intrinsic

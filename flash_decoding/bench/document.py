@@ -1,0 +1,64 @@
+"""The table in a document, drawn from result files between two marks, so that a test can tell when it is stale."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_decoding.bench.results import Row
+from flash_decoding.bench.tables import summary_markdown
+
+BEGIN, END = "<!-- results: begin, drawn by `make results` -->", "<!-- results: end -->"
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """A short name for exactly these rows, kept in pictures drawn from them."""
+    return hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def merge_suites(rows: Sequence[Row]) -> list[Row]:
+    """The rows as if all were of one suite, for one table and one picture."""
+    name = " and ".join(dict.fromkeys(row["suite"] for row in rows))
+    return [row | {"suite": name} for row in rows]
+
+
+def render_block(rows: Sequence[Row], environment: dict[str, Any], picture: str | None) -> str:
+    """The marked block: where and when, the summary table, and the picture if there is one."""
+    where = (
+        f"µs per decode step in a CUDA graph with cold caches on one {environment.get('gpu')}; "
+        f"torch {environment.get('torch')}, Triton {environment.get('triton')}, {environment.get('date', '')[:10]}. "
+        "The read floor is the time of a kernel that only reads as many bytes."
+    )
+    parts = [BEGIN, where, summary_markdown(rows)]
+    if picture is not None:
+        parts.append(f"![Time over the read floor, ours and other libraries]({picture})")
+    return "\n\n".join([*parts, END])
+
+
+def replace_block(text: str, block: str) -> str:
+    """The text with its marked block replaced.
+
+    Raises:
+        ValueError: the text has no marks.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the document must have a line {BEGIN!r} and, below it, a line {END!r}")
+    return before + block + after
+
+
+def find_block(text: str) -> str | None:
+    """The marked block as it stands in the text, or None."""
+    if BEGIN not in text or END not in text:
+        return None
+    return text[text.index(BEGIN) : text.index(END) + len(END)]
+
+
+def update_document(path: Path, rows: Sequence[Row], environment: dict[str, Any], picture: Path | None) -> None:
+    """Rewrite the block in the file at path; the picture is linked relative to it."""
+    link = None if picture is None else picture.resolve().relative_to(path.resolve().parent).as_posix()
+    path.write_text(replace_block(path.read_text(), render_block(rows, environment, link)))

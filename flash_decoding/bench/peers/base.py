@@ -1,0 +1,89 @@
+"""What an adapter is: one way to call one library on a decode step, as that library's documentation advises."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flash_decoding.bench.timing import Call, Inputs
+from flash_decoding.bench.workloads import Case
+
+
+def _same(out: Tensor) -> Tensor:
+    return out
+
+
+@dataclass(slots=True)
+class Prepared:
+    """One variant of a peer on one case, ready to call on each rotated copy."""
+
+    variant: str  # the choices made, in words; empty when there was none
+    calls: Sequence[Call]
+    to_bhnd: Callable[[Tensor], Tensor] = _same  # the peer's output as [B, Hq, 1, D]
+    context: Callable[[], AbstractContextManager] = nullcontext  # entered around all calls
+    plan_us: float | None = None  # host time of a plan that each new set of lengths needs
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One row of the tables. The fastest of its variants counts, and the row says which it was."""
+
+    name: str
+    label: str
+    device: str
+    variants: Callable[[Case, Sequence[Inputs]], Iterator[Callable[[], Prepared]]]
+    module: str | None = None  # imported to see whether the peer is there
+    package: str | None = None  # the distribution whose version goes into the results
+    refuses: Callable[[Case], str | None] = field(default=lambda case: None)
+    build_key: Callable[[Case], Hashable] | None = None  # cases with one key share what the peer compiles
+
+    def installed(self) -> bool:
+        """Whether the peer's package is there, without importing it."""
+        return self.module is None or importlib.util.find_spec(self.module.split(".")[0]) is not None
+
+    def available(self) -> str | None:
+        """Why the peer cannot run here, or None."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "no CUDA device"
+        if self.module is None:
+            return None
+        try:
+            importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and self.module.split(".")[0] == error.name.split(".")[0]:
+                return f"{self.module} is not installed"
+            return f"importing {self.module} needs {error.name}"
+        except Exception as error:
+            return f"importing {self.module} failed: {one_line(error)}"
+        return None
+
+
+def one_line(error: BaseException | str) -> str:
+    """The first line of an error that says something, short enough for a table."""
+    text = str(error) or type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[0] if lines else type(error).__name__
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def split_heads(q: Tensor, heads_kv: int) -> Tensor:
+    """[B, Hq, 1, D] as [B, Hkv, G, D]: the query heads of one KV head become query rows."""
+    return q.view(q.shape[0], heads_kv, -1, q.shape[3])
+
+
+def to_pages(x: Tensor, page_size: int, layout: str) -> Tensor:
+    """[B, H, N, D] as pages of all sequences in turn: [pages, H, page, D] for HND, [pages, page, H, D] for NHD."""
+    batch, heads, kv_len, head_dim = x.shape
+    pages = -(-kv_len // page_size)
+    if pages * page_size != kv_len:
+        x = torch.nn.functional.pad(x, (0, 0, 0, pages * page_size - kv_len))
+    paged = x.view(batch, heads, pages, page_size, head_dim)
+    order = (0, 2, 1, 3, 4) if layout == "HND" else (0, 2, 3, 1, 4)
+    paged = paged.permute(order).contiguous()
+    return paged.view(batch * pages, *paged.shape[2:])

@@ -1,0 +1,102 @@
+"""flash_attn_with_kvcache of flash-attn 2 and of FlashAttention-3.
+
+Both take [B, N, H, D] and any outer strides, so a cache stored head by head is a view; which of the two storages is
+faster depends on the shape, and both are tried. A full cache needs no lengths; FlashAttention-3 also takes them with
+a schedule made beforehand, as its callers in serving do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from flash_decoding.bench.peers.base import Peer, Prepared
+from flash_decoding.bench.timing import Inputs
+from flash_decoding.bench.workloads import Case
+
+Variants = Iterator[Callable[[], Prepared]]
+STORAGES = ("token by token", "head by head")
+TUNED_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def _fa3() -> ModuleType:
+    """FlashAttention-3's interface: the module of its own build, or that of the fa3-fwd wheel."""
+    try:
+        return importlib.import_module("flash_attn_interface")
+    except ModuleNotFoundError:
+        return importlib.import_module("fa3_fwd_interface")
+
+
+def _store(copies: Sequence[Inputs], storage: str) -> list[Inputs]:
+    """The copies as [B, 1, Hq, D] and [B, N, Hkv, D]."""
+    stored = [Inputs(*(x.transpose(1, 2) for x in copy)) for copy in copies]
+    if storage == "token by token":
+        stored = [Inputs(q, k.contiguous(), v.contiguous()) for q, k, v in stored]
+    return stored
+
+
+def _prepare(function: Callable, copies: Sequence[Inputs], storage: str, options: dict, note: str) -> Prepared:
+    calls = [partial(function, q, k, v, **options) for q, k, v in _store(copies, storage)]
+    return Prepared(f"{storage}{note}", calls, to_bhnd=lambda out: out.transpose(1, 2))
+
+
+def _fa2_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
+    from flash_attn import flash_attn_with_kvcache
+
+    for storage in STORAGES:
+        yield partial(_prepare, flash_attn_with_kvcache, copies, storage, {}, "")
+
+
+def _fa3_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
+    fa3, s = _fa3(), case.shape
+    lens = torch.full((s.batch,), s.kv_len, dtype=torch.int32, device=copies[0].q.device)
+
+    def scheduled(storage: str) -> Prepared:
+        schedule = fa3.get_scheduler_metadata(
+            s.batch, 1, s.kv_len, s.heads_q, s.heads_kv, s.head_dim, lens, qkv_dtype=copies[0].q.dtype
+        )
+        options = {"cache_seqlens": lens, "scheduler_metadata": schedule}
+        return _prepare(fa3.flash_attn_with_kvcache, copies, storage, options, ", scheduled")
+
+    for storage in STORAGES:
+        yield partial(_prepare, fa3.flash_attn_with_kvcache, copies, storage, {}, "")
+        yield partial(scheduled, storage)
+
+
+def _fa3_tuned_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
+    function = _fa3().flash_attn_with_kvcache
+    for storage in STORAGES:
+        for splits in TUNED_SPLITS:
+            yield partial(_prepare, function, copies, storage, {"num_splits": splits}, f", {splits} splits")
+
+
+def _needs_half(case: Case) -> str | None:
+    return None if case.dtype in ("float16", "bfloat16") else f"takes float16 and bfloat16, not {case.dtype}"
+
+
+def _needs_hopper(case: Case) -> str | None:
+    major = torch.cuda.get_device_capability()[0]
+    return f"needs compute capability 9.x, this GPU has {major}.x" if major != 9 else _needs_half(case)
+
+
+def _fa3_module() -> str:
+    return "flash_attn_interface" if importlib.util.find_spec("flash_attn_interface") else "fa3_fwd_interface"
+
+
+def _fa3_package() -> str:
+    return "fa3-fwd" if _fa3_module() == "fa3_fwd_interface" else "flash-attn-3"
+
+
+PEERS = (
+    Peer("flash_attn2", "flash-attn 2", "cuda", _fa2_variants, "flash_attn", "flash-attn", _needs_half),
+    Peer("fa3", "FlashAttention-3", "cuda", _fa3_variants, _fa3_module(), _fa3_package(), _needs_hopper),
+    Peer(
+        "fa3_tuned", "FlashAttention-3, best split count", "cuda", _fa3_tuned_variants,
+        _fa3_module(), _fa3_package(), _needs_hopper,
+    ),
+)  # fmt: skip

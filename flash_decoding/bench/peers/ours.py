@@ -1,0 +1,38 @@
+"""This library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from flash_decoding.bench.peers.base import Peer, Prepared
+from flash_decoding.bench.timing import Inputs
+from flash_decoding.bench.workloads import Case
+
+OURS, OURS_UNSPLIT = "flash_decoding", "flash_decoding_unsplit"
+
+
+def _prepare(copies: Sequence[Inputs], **options: Any) -> Prepared:
+    from flash_decoding import Workspace, flash_decode
+
+    workspace = Workspace()
+    calls: list[Any] = [partial(flash_decode, q, k, v, workspace=workspace, **options) for q, k, v in copies]
+    return Prepared("", calls)
+
+
+def _variants(case: Case, copies: Sequence[Inputs]) -> Iterator[Callable[[], Prepared]]:
+    yield lambda: _prepare(copies)
+
+
+def _unsplit_variants(case: Case, copies: Sequence[Inputs]) -> Iterator[Callable[[], Prepared]]:
+    yield lambda: _prepare(copies, num_splits=1)
+
+
+_PACKAGE: dict[str, Any] = {"module": "flash_decoding", "package": "flash-decoding"}
+PEERS = (
+    Peer(OURS, "flash-decoding", "cuda", _variants, **_PACKAGE),
+    Peer(OURS, "flash-decoding", "cpu", _variants, **_PACKAGE),
+    # What the same kernel takes without splitting: the reason for all of this, in one row.
+    Peer(OURS_UNSPLIT, "flash-decoding, unsplit", "cuda", _unsplit_variants, **_PACKAGE),
+)

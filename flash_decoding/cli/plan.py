@@ -1,0 +1,245 @@
+"""flash-decoding plan: why a decode step needs splitting, for any shape and GPU, with no GPU needed."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from flash_decoding.bench.workloads import ITEMSIZE, Shape, parse_shape
+from flash_decoding.cli.common import fail
+from flash_decoding.cost_model import (
+    REACHABLE_SHARE,
+    Machine,
+    Prediction,
+    Sizes,
+    chunk_work,
+    kv_bytes,
+    predict,
+    reduce_work,
+    shared_bytes,
+)
+
+console = Console()
+
+
+def plan(
+    shape: Annotated[
+        list[str] | None,
+        typer.Argument(help="B,Hq,Hkv,N,D; several may be given. Default: the long shape of the article."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU by name: rtx4060, a100, h100, h200, ... Default: the one present.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="This machine's CPU instead of a GPU.")] = False,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    num_splits: Annotated[
+        int | None, typer.Option(help="Splits per problem; default: what the library chooses.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the processors over time as PLOT.png and PLOT.svg (one shape).")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
+) -> None:
+    """Show how many processors a decode step keeps busy, unsplit and split, and predict its time.
+
+    Every sequence and KV head is one independent problem. Unsplit, a problem is one program on one processor; split
+    over the keys, it is as many programs as it takes to fill the device. Times are predictions from the data sheet.
+    """
+    if dtype not in ITEMSIZE:
+        fail(f"--dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+    if num_splits is not None and num_splits < 1:
+        fail(f"--num-splits must be at least 1, got {num_splits}")
+    try:
+        shapes = [parse_shape(text) for text in shape or ["2,8,8,65536,128"]]
+        target = _Cpu() if cpu else _FoundGpu(gpu)
+    except ValueError as error:
+        fail(str(error))
+    if plot is not None and len(shapes) > 1:
+        fail(f"--plot must be given with one shape, got {len(shapes)}")
+    console.print(target.description, highlight=False)
+    reports = [_report(one, dtype, num_splits, target) for one in shapes]
+    for report in reports:
+        console.print(_table(report, target))
+    if json is not None:
+        _write_json(json, reports, target)
+    if plot is not None:
+        _draw(plot, reports[0], target)
+
+
+class _FoundGpu:
+    """A known or present GPU as the target of a plan."""
+
+    processor = "processor"
+
+    def __init__(self, key: str | None) -> None:
+        from flash_decoding.hardware import find_gpu, present_gpu
+
+        gpu = find_gpu(key) if key is not None else present_gpu()
+        if gpu is None:
+            raise ValueError("--gpu or --cpu must be given where no GPU is present, got neither; as in --gpu h200")
+        self.gpu = gpu
+        self.processors = gpu.processors
+        self.name = gpu.name
+        self.gb_per_s = REACHABLE_SHARE * gpu.gb_per_s
+        self.description = (
+            f"{gpu.name}: {gpu.processors} processors, {gpu.gb_per_s:.0f} GB/s by its data sheet, "
+            f"{self.gb_per_s:.0f} GB/s reachable ({gpu.source})"
+        )
+
+    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[int, int, Machine]:
+        """Splits, keys per tile, and the machine as this shape's kernel sees it."""
+        from flash_decoding.hardware import resident_programs
+        from flash_decoding.split_plan import choose_plan
+
+        itemsize = ITEMSIZE[dtype]
+        chosen = choose_plan(
+            batch=shape.batch, heads_kv=shape.heads_kv, group=shape.group, q_len=1, kv_len=shape.kv_len,
+            head_dim=shape.head_dim, value_dim=shape.head_dim, element_size=itemsize, processors=self.processors,
+            num_splits=num_splits,
+        )  # fmt: skip
+        tile = chosen.tile
+        shared = shared_bytes(tile.block_n, tile.block_m, tile.block_d, tile.block_dv, itemsize, tile.num_stages)
+        resident = max(1, resident_programs(self.gpu.limits, shared, tile.num_warps))
+        return chosen.num_splits, tile.block_n, Machine(self.processors, resident, self.gb_per_s)
+
+
+class _Cpu:
+    """This machine's CPU as the target of a plan; its read bandwidth is measured."""
+
+    processor = "thread"
+
+    def __init__(self) -> None:
+        import torch
+
+        from flash_decoding.bench.read_floor import measure_floor
+        from flash_decoding.bench.results import cpu_name
+        from flash_decoding.bench.timing import Inputs, Method
+
+        self.processors = torch.get_num_threads()
+        self.name = cpu_name()
+        q, k, v = (torch.ones(1, 1, length, 128) for length in (1, 65536, 65536))
+        self.gb_per_s = measure_floor([Inputs(q, k, v)] * 2, Method()).gb_per_s
+        self.description = f"{self.name}: {self.processors} threads, reads {self.gb_per_s:.1f} GB/s (measured now)"
+
+    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[int, int, Machine]:
+        from flash_decoding.backends.cpu.threads import choose_cpu_splits
+
+        splits = num_splits or choose_cpu_splits(shape.batch, shape.heads_kv, shape.kv_len, self.processors)
+        return splits, 64, Machine(self.processors, 1, self.gb_per_s)
+
+
+class _Report:
+    """A shape's plan, unsplit beside split."""
+
+    def __init__(self, shape: Shape, sizes: Sizes, unsplit: Prediction, split: Prediction) -> None:
+        self.shape, self.sizes, self.unsplit, self.split = shape, sizes, unsplit, split
+
+
+def _report(shape: Shape, dtype: str, num_splits: int | None, target: _FoundGpu | _Cpu) -> _Report:
+    splits, block_n, machine = target.choose(shape, dtype, num_splits)
+    sizes = Sizes(
+        shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, ITEMSIZE[dtype]
+    )
+    return _Report(shape, sizes, predict(sizes, 1, block_n, machine), predict(sizes, splits, block_n, machine))
+
+
+def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
+    sizes, unsplit, split = report.sizes, report.unsplit, report.split
+    table = Table(
+        title=f"{report.shape}: {sizes.problems} independent problems (batch × KV heads) "
+        f"for {target.processors} {target.processor}s",
+        title_justify="left", box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    table.add_column("")
+    table.add_column("unsplit", justify="right")
+    table.add_column("split", justify="right", style="bold")
+
+    def row(name: str, show: Any) -> None:
+        table.add_row(name, show(unsplit), show(split))
+
+    row("splits per problem", lambda p: str(p.num_splits))
+    row("programs", lambda p: str(p.programs))
+    row(
+        f"{target.processor}s with work",
+        lambda p: f"{p.working_processors} of {target.processors} ({p.working_processors / target.processors:.0%})",
+    )
+    row("waves", lambda p: str(p.waves))
+    row("time spent on work until the last ends", lambda p: f"{p.busy_share:.0%}")
+    table.add_section()
+    row("bytes of K and V", lambda p: _bytes(kv_bytes(sizes)))
+    row("bytes of partial results, written and read", lambda p: _bytes(2 * _partials(sizes, p)))
+    row("FLOPs per byte, chunk kernel", lambda p: f"{chunk_work(sizes, p.num_splits).intensity:.1f}")
+    table.add_section()
+    row("only reading K and V, predicted", lambda p: f"{p.floor_us:.1f} µs")
+    row("chunk kernel, predicted", lambda p: f"{p.chunk_us:.1f} µs")
+    row("reduce kernel, predicted", lambda p: f"{p.reduce_us:.1f} µs" if p.num_splits > 1 else "none")
+    row("together", lambda p: f"{p.total_us:.1f} µs")
+    if split.num_splits > 1:
+        table.caption = f"Splitting makes this step {unsplit.total_us / split.total_us:.1f} times as fast."
+    else:
+        table.caption = "One split is enough here: the problems fill the device, or there are too few keys to share."
+    return table
+
+
+def _partials(sizes: Sizes, prediction: Prediction) -> int:
+    from flash_decoding.cost_model import partial_bytes
+
+    return partial_bytes(sizes, prediction.num_splits)
+
+
+def _bytes(count: int) -> str:
+    if count == 0:
+        return "none"
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+def _write_json(path: Path, reports: list[_Report], target: _FoundGpu | _Cpu) -> None:
+    def numbers(prediction: Prediction) -> dict[str, Any]:
+        return {key: value for key, value in asdict(prediction).items() if key != "spans"}
+
+    content = {
+        "device": target.name,
+        "processors": target.processors,
+        "reachable_gb_per_s": target.gb_per_s,
+        "plans": [
+            {
+                "shape": asdict(report.shape),
+                "kv_bytes": kv_bytes(report.sizes),
+                "unsplit": numbers(report.unsplit),
+                "split": numbers(report.split),
+                "reduce_bytes": reduce_work(report.sizes, report.split.num_splits).bytes_moved,
+            }
+            for report in reports
+        ],
+    }
+    try:
+        path.write_text(jsonlib.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        fail(f"--json must be a writable file, got {path}: {error.strerror}")
+
+
+def _draw(path: Path, report: _Report, target: _FoundGpu | _Cpu) -> None:
+    try:
+        from flash_decoding.bench.plots import save, schedule_figure
+    except ImportError as error:
+        fail(f"--plot needs {error.name}: pip install flash-decoding[bench]")
+    figure = schedule_figure(report.unsplit, report.split, target.processors, target.processor, _title(report, target))
+    try:
+        for written in save(figure, path):
+            console.print(f"wrote {written}")
+    except OSError as error:
+        fail(f"--plot must be a writable path, got {path}: {error.strerror}")
+
+
+def _title(report: _Report, target: _FoundGpu | _Cpu) -> str:
+    s = report.shape
+    sequences = "1 sequence" if s.batch == 1 else f"{s.batch} sequences"
+    heads = "1 KV head" if s.heads_kv == 1 else f"{s.heads_kv} KV heads"
+    return f"One decode step on {target.name}: {sequences} × {heads}, {s.kv_len:,} keys, head size {s.head_dim}"

@@ -1,0 +1,157 @@
+"""Measuring peers: the fastest right variant counts, wrong ones get no number, and a dying process loses one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flash_decoding import reference
+from flash_decoding.bench import measure
+from flash_decoding.bench.measure import make_stage, measure_case, measure_peer
+from flash_decoding.bench.peers import OURS, Peer, Prepared
+from flash_decoding.bench.read_floor import Floor
+from flash_decoding.bench.run import _build_jobs, build_peers, run
+from flash_decoding.bench.timing import Method
+from flash_decoding.bench.workloads import SUITES, Case, Shape
+
+CASE = Case("x", "small", Shape(1, 4, 2, 100, 32), "float32", "cpu")
+QUICK = Method(rotated_bytes=100_000, cpu_repeats=3, cpu_us=1000)
+
+
+def make_peer(*variants: tuple[str, Callable], **options) -> Peer:
+    def yield_variants(case, copies):
+        for name, function in variants:
+            yield lambda name=name, function=function: Prepared(name, [lambda x=x: function(*x) for x in copies])
+
+    return Peer("fake", "Fake", "cpu", yield_variants, **options)
+
+
+def right(q, k, v):
+    return reference(q, k, v).to(q.dtype)
+
+
+def slow(q, k, v):
+    for _ in range(20):
+        out = right(q, k, v)
+    return out
+
+
+def wrong(q, k, v):
+    return right(q, k[:, :, :-1], v[:, :, :-1])
+
+
+def failing(q, k, v):
+    raise RuntimeError("no kernel for this\nlong trace")
+
+
+@pytest.fixture(scope="module")
+def stage():
+    return make_stage(CASE, QUICK, {})
+
+
+def test_the_fastest_variant_counts(stage):
+    row = measure_peer(make_peer(("slow", slow), ("fast", right), ("slow too", slow)), stage, QUICK)
+    assert (row["status"], row["variant"]) == ("ok", "fast")
+    assert row["us_eager"] > 0
+    assert row["us_eager_spread"] >= 0
+    assert row["us_graph"] is None
+    assert row["max_abs_err"] < 1e-6
+    assert row["read_floor_us"] == round(stage.floor.us, 3)
+    assert row["bytes"] == CASE.kv_bytes
+
+
+def test_a_wrong_result_gets_no_number(stage):
+    row = measure_peer(make_peer(("wrong", wrong)), stage, QUICK)
+    assert row["status"].startswith("wrong: the largest error is ")
+    assert row["us_eager"] is None
+
+
+def test_one_failing_variant_does_not_hide_the_other(stage):
+    row = measure_peer(make_peer(("bad", failing), ("wrong", wrong), ("good", right)), stage, QUICK)
+    assert (row["status"], row["variant"]) == ("ok", "good")
+
+
+def test_a_failing_peer_keeps_its_reason(stage):
+    row = measure_peer(make_peer(("bad", failing)), stage, QUICK)
+    assert row["status"] == "error: no kernel for this"
+
+
+def test_an_error_while_preparing_is_a_reason(stage):
+    def broken(case, copies):
+        raise ValueError("cannot plan")
+        yield
+
+    row = measure_peer(Peer("fake", "Fake", "cpu", broken), stage, QUICK)
+    assert row["status"] == "error: cannot plan"
+
+
+def test_absent_and_refusing_peers_say_so(stage):
+    absent = make_peer(("", right), module="no_such_library")
+    assert measure_peer(absent, stage, QUICK)["status"] == "unavailable: no_such_library is not installed"
+    refusing = make_peer(("", right), refuses=lambda case: "only on Tuesdays")
+    assert measure_peer(refusing, stage, QUICK)["status"] == "unsupported: only on Tuesdays"
+
+
+def test_a_shape_beyond_memory_is_skipped_for_every_peer(monkeypatch):
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 1000)
+    events = []
+    measure_case(CASE, [make_peer(("", right))], QUICK, {}, lambda kind, value: events.append((kind, value)))
+    assert [kind for kind, _ in events] == ["stage", "row"]
+    assert events[-1][1]["status"].startswith("skipped: needs ")
+
+
+def test_a_floor_of_the_same_bytes_is_measured_once(stage):
+    known = {CASE.kv_bytes: Floor(CASE.kv_bytes, 1.5, "known")}
+    assert make_stage(CASE, QUICK, known).floor.us == 1.5
+    found: dict[int, Floor] = {}
+    make_stage(CASE, QUICK, found)
+    assert list(found) == [CASE.kv_bytes]
+
+
+def test_a_run_in_a_worker_gives_every_peer_a_row():
+    events = list(run([CASE], QUICK, ["sdpa"]))
+    rows = [value for kind, value in events if kind == "row"]
+    assert [(row["impl"], row["status"]) for row in rows] == [(OURS, "ok"), ("sdpa", "ok")]
+    environment = next(value for kind, value in events if kind == "environment")
+    assert environment["torch"] == torch.__version__
+    assert any(kind == "doing" and value == "small: sdpa" for kind, value in events)
+
+
+def test_a_peer_that_kills_its_process_costs_its_own_row(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, torch\n"
+        "def die(*args, **kwargs):\n"
+        "    print('the last words', file=sys.stderr)\n"
+        "    sys.stderr.flush()\n"
+        "    os._exit(7)\n"
+        "torch.nn.functional.scaled_dot_product_attention = die\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    cases = [CASE, Case("x", "second", Shape(1, 2, 2, 64, 32), "float32", "cpu")]
+    rows = [value for kind, value in run(cases, QUICK, ["sdpa"]) if kind == "row"]
+    assert [(row["case"], row["impl"], row["status"]) for row in rows] == [
+        ("small", OURS, "ok"),
+        ("small", "sdpa", "error: the process ended with status 7: the last words"),
+        ("second", OURS, "ok"),
+        ("second", "sdpa", "error: the process ended with status 7: the last words"),
+    ]
+
+
+def test_what_peers_compile_is_built_once_per_key(monkeypatch):
+    monkeypatch.setattr(Peer, "installed", lambda self: True)
+    cases = SUITES["article"] + SUITES["latency"]
+    built = [(peer.name, peer.build_key(case)) for case, peer in _build_jobs(cases, None)]
+    assert len(built) == len(set(built))
+    assert [name for name, _ in built[:2]] == ["flashinfer_tc"] * 2  # head sizes 64 and 128; the slowest goes first
+    assert sum(name == "flex_attention" for name, _ in built) == len(cases)
+    assert sum(name == "xqa" for name, _ in built) == 3
+
+
+def test_nothing_to_build_starts_no_process(monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    build_peers([CASE], QUICK)

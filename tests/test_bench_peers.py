@@ -1,0 +1,212 @@
+"""The adapters, against stand-ins that do what each library documents: layouts, pages, plans and splits must fit."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import ClassVar
+
+import pytest
+import torch
+
+from flash_decoding import reference
+from flash_decoding.bench.peers import OURS, label_of, peers_for
+from flash_decoding.bench.peers.base import Peer, one_line, to_pages
+from flash_decoding.bench.timing import make_inputs
+from flash_decoding.bench.workloads import Case, Shape
+
+# 133 keys: no multiple of a page; three query heads share a KV head.
+CASES = [
+    Case("x", "gqa", Shape(2, 6, 2, 133, 64), "bfloat16", "cpu"),
+    Case("x", "mha", Shape(1, 4, 4, 128, 64), "bfloat16", "cpu"),
+]
+
+
+def attend(q, k, v, scale=None):
+    """[H, D] against [N, Hkv, D]."""
+    out = reference(q[None, None].float(), k[None].float(), v[None].float(), layout="bnhd", scale=scale)
+    return out[0, 0].to(q.dtype)
+
+
+class Wrapper:
+    """The documented behaviour of FlashInfer's BatchDecodeWithPagedKVCacheWrapper."""
+
+    made: ClassVar[list[dict]] = []
+
+    def __init__(self, workspace, kv_layout="NHD", use_tensor_cores=False, backend="auto"):
+        assert workspace.dtype == torch.uint8
+        self.layout = kv_layout
+        Wrapper.made.append({"tensor_cores": use_tensor_cores, "backend": backend})
+
+    def plan(
+        self, indptr, indices, last_page_len, heads_q, heads_kv, head_dim, page_size, *, q_data_type, kv_data_type
+    ):
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        assert q_data_type == kv_data_type == torch.bfloat16
+        self.indptr, self.indices, self.last, self.page_size = indptr, indices, last_page_len, page_size
+        self.heads = heads_q, heads_kv, head_dim
+
+    def run(self, q, cache):
+        assert q.shape[1:] == (self.heads[0], self.heads[2])
+        outs = []
+        for b in range(len(self.last)):
+            pages = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
+            keys = (len(pages) - 1) * self.page_size + int(self.last[b])
+            outs.append(attend(q[b], *(gather(x, pages, keys, self.layout) for x in cache)))
+        return torch.stack(outs)
+
+
+def gather(pool, pages, keys, layout):
+    """The first keys of these pages as [N, Hkv, D]."""
+    x = pool[pages]
+    x = x if layout == "NHD" else x.transpose(1, 2)
+    return x.reshape(-1, *x.shape[2:])[:keys]
+
+
+def single_decode(q, k, v, kv_layout="NHD"):
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    return attend(q, k, v)
+
+
+def xqa(query, cache, workspace, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, kv_layout):
+    assert seq_lens.dtype == torch.uint32
+    assert max_seq_len <= block_tables.shape[1] * 64
+    assert bmm2_scale == 1.0
+    outs = []
+    for b in range(query.shape[0]):
+        k, v = (gather(x, block_tables[b].long(), int(seq_lens[b].to(torch.int64)), kv_layout) for x in cache)
+        outs.append(attend(query[b], k, v, scale=bmm1_scale))
+    return torch.stack(outs)
+
+
+def with_kvcache(q, k, v, cache_seqlens=None, scheduler_metadata=None, num_splits=0):
+    """flash_attn_with_kvcache of both generations: [B, L, H, D] and no masks."""
+    assert q.shape[1] == 1
+    assert (cache_seqlens is None) == (scheduler_metadata is None)
+    if cache_seqlens is not None:
+        assert torch.equal(cache_seqlens, torch.full((q.shape[0],), k.shape[1], dtype=torch.int32))
+    return reference(q.float(), k.float(), v.float(), layout="bnhd").to(q.dtype)
+
+
+def split_k(q, k, v, op):
+    """xFormers' [B, M, groups, heads, D], K and V expanded over the heads without a copy."""
+    assert k.stride(3) == v.stride(3) == 0 or k.shape[3] == 1
+    b, m, groups, heads, d = q.shape
+    flat = [x.reshape(b, -1, groups * heads, d).float() for x in (q, k, v)]
+    return reference(*flat, layout="bnhd").to(q.dtype).view(b, m, groups, heads, d)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Modules of the documented shape in place of libraries that need a GPU."""
+
+    def module(name, **contents):
+        made = types.ModuleType(name)
+        made.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    decode = module("flashinfer.decode", xqa_batch_decode_with_kv_cache=xqa)
+    module(
+        "flashinfer", decode=decode, BatchDecodeWithPagedKVCacheWrapper=Wrapper,
+        single_decode_with_kv_cache=single_decode, __path__=[],
+    )  # fmt: skip
+    module("flash_attn", flash_attn_with_kvcache=with_kvcache)
+    module(
+        "flash_attn_interface", flash_attn_with_kvcache=with_kvcache,
+        get_scheduler_metadata=lambda *args, qkv_dtype: (args, qkv_dtype),
+    )  # fmt: skip
+    fmha = types.SimpleNamespace(
+        memory_efficient_attention_forward=split_k, triton_splitk=types.SimpleNamespace(FwOp=object)
+    )
+    module("xformers", __path__=[])
+    module("xformers.ops", fmha=fmha)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    Wrapper.made.clear()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "name",
+    ["flash_decoding", "flash_decoding_unsplit", "sdpa", "sdpa_packed", "sdpa_math", "flash_attn2", "fa3", "fa3_tuned",
+     "xformers", "flashinfer", "flashinfer_tc", "xqa"],
+)  # fmt: skip
+def test_every_variant_computes_the_case(name: str, case: Case, stand_ins):
+    (peer,) = [peer for peer in peers_for("cuda") if peer.name == name]
+    copies = make_inputs(case, 2, seed=0)
+    ran = set()
+    for make in peer.variants(case, copies):
+        prepared = make()
+        assert len(prepared.calls) == len(copies)
+        for call, inputs in zip(prepared.calls, copies, strict=True):
+            with prepared.context():
+                out = prepared.to_bhnd(call())
+            want = reference(*inputs)
+            assert out.shape == want.shape
+            torch.testing.assert_close(out.double(), want, rtol=0.02, atol=2e-3)
+        ran.add(prepared.variant)
+    assert ran
+
+
+def test_tensor_cores_take_the_kernel_that_splits(stand_ins):
+    (peer,) = [peer for peer in peers_for("cuda") if peer.name == "flashinfer_tc"]
+    for make in peer.variants(CASES[0], make_inputs(CASES[0], 1, seed=0)):
+        make()
+    assert {(made["tensor_cores"], made["backend"]) for made in Wrapper.made} == {(True, "fa2")}
+
+
+def test_flashinfer_reports_its_plan_time(stand_ins):
+    (peer,) = [peer for peer in peers_for("cuda") if peer.name == "flashinfer"]
+    prepared = next(iter(peer.variants(CASES[0], make_inputs(CASES[0], 1, seed=0))))()
+    assert prepared.plan_us is not None
+    assert prepared.plan_us > 0
+
+
+def test_flashinfer_says_which_groups_it_lacks():
+    (peer,) = [peer for peer in peers_for("cuda") if peer.name == "flashinfer"]
+    seven = Case("x", "x", Shape(8, 28, 4, 128, 128), "bfloat16")
+    assert peer.refuses(seven) == "its CUDA-core kernel has no 7 query heads per KV head"
+    assert peer.refuses(CASES[0]) is None
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_hold_the_keys_in_order(layout: str):
+    x = torch.arange(2 * 3 * 10 * 4).view(2, 3, 10, 4)
+    pool = to_pages(x, 4, layout)
+    assert pool.shape == ((6, 4, 3, 4) if layout == "NHD" else (6, 3, 4, 4))
+    assert torch.equal(gather(pool, torch.tensor([3, 4, 5]), 10, layout), x[1].transpose(0, 1))
+
+
+def test_an_absent_library_is_a_reason():
+    peer = Peer("x", "X", "cpu", lambda case, copies: iter(()), module="no_such_library.part")
+    assert not peer.installed()
+    assert peer.available() == "no_such_library.part is not installed"
+
+
+def test_a_crash_at_import_is_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "broken_library.py").write_text("raise OSError('libsomething.so.7: cannot open\\nmore lines')")
+    monkeypatch.syspath_prepend(tmp_path)
+    peer = Peer("x", "X", "cpu", lambda case, copies: iter(()), module="broken_library")
+    assert peer.available() == "importing broken_library failed: libsomething.so.7: cannot open"
+
+
+def test_a_missing_dependency_is_named(tmp_path, monkeypatch):
+    (tmp_path / "needy_library.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    peer = Peer("x", "X", "cpu", lambda case, copies: iter(()), module="needy_library")
+    assert peer.available() == "importing needy_library needs no_such_dependency"
+
+
+def test_peers_by_name():
+    assert [peer.name for peer in peers_for("cpu", [])] == [OURS]
+    assert [peer.name for peer in peers_for("cpu", ["sdpa"])] == [OURS, "sdpa"]
+    with pytest.raises(ValueError, match="peer must be one of flash_decoding"):
+        peers_for("cpu", ["nope"])
+    assert label_of("fa3") == "FlashAttention-3"
+
+
+def test_one_line():
+    assert one_line(RuntimeError("\n  first\nsecond")) == "first"
+    assert one_line(ValueError()) == "ValueError"
+    assert len(one_line("x" * 500)) == 200

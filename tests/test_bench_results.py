@@ -1,0 +1,145 @@
+"""Result files: written whole, read back checked, shown without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flash_decoding.bench.results import (
+    Row,
+    describe_environment,
+    device_folder,
+    empty_row,
+    find_result_files,
+    new_results,
+    over_floor,
+    read_results,
+    time_us,
+    write_results,
+)
+from flash_decoding.bench.tables import detail_table, failure_lines, summary_cells, summary_table, to_markdown
+from flash_decoding.bench.timing import Method
+from flash_decoding.bench.workloads import Case, Shape
+
+CASE = Case("serving", "b1", Shape(1, 32, 8, 8192, 128), "bfloat16")
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200",
+    "cpu": "a CPU",
+    "cpu_threads": 2,
+    "torch": "2",
+    "triton": "3",
+    "date": "2026-01-02",
+}
+
+
+def row(impl: str, us: float, floor: float = 10.0, case: Case = CASE) -> Row:
+    return empty_row(case, impl, "ok") | {
+        "us_graph": us, "us_graph_spread": 0.1, "us_eager": us + 20, "us_host": 21.0, "read_floor_us": floor,
+        "max_abs_err": 1e-4, "variant": "page 16",
+    }  # fmt: skip
+
+
+ROWS = [
+    row("sdpa", 15.6),
+    row("flash_decoding", 12.5),
+    row("flash_decoding_unsplit", 12.2),
+    row("flashinfer", 18.5) | {"plan_us": 300.0},
+    empty_row(CASE, "xformers", "unavailable: xformers.ops is not installed"),
+]
+
+
+def test_written_results_read_back(tmp_path: Path):
+    results = new_results(ENVIRONMENT, Method())
+    results["rows"] += ROWS
+    path = tmp_path / "deep" / "serving.json"
+    write_results(path, results)
+    assert read_results(path) == json.loads(json.dumps(results))
+    assert [file.name for file in path.parent.iterdir()] == ["serving.json"]
+    write_results(path, results | {"rows": []})
+    assert read_results(path)["rows"] == []
+
+
+def test_one_row_is_one_line(tmp_path: Path):
+    path = tmp_path / "x.json"
+    write_results(path, new_results(ENVIRONMENT, Method()) | {"rows": ROWS})
+    assert sum('"impl"' in line for line in path.read_text().splitlines()) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"schema": 2, "rows": []}', "must be a result file of schema 1"),
+        ("[]", "must be a result file of schema 1"),
+        ('{"schema": 1, "rows": [{"suite": "x"}]}', "must have bytes, case, dtype"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_results(path)
+
+
+def test_folders_are_searched_and_other_files_passed_over(tmp_path: Path):
+    write_results(tmp_path / "gpu" / "a.json", new_results(ENVIRONMENT, Method()))
+    (tmp_path / "gpu" / "profile.json").write_text("{}")
+    assert find_result_files([tmp_path]) == [tmp_path / "gpu" / "a.json"]
+    with pytest.raises(ValueError, match="does not exist"):
+        find_result_files([tmp_path / "none"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no result files in"):
+        find_result_files([tmp_path / "empty"])
+
+
+def test_the_environment_names_versions_and_devices():
+    environment = describe_environment(["torch", "no-such-package"])
+    assert environment["torch"]
+    assert environment["no-such-package"] is None
+    assert environment["cpu_threads"] >= 1
+    assert environment["date"].startswith("20")
+
+
+def test_device_folder():
+    assert device_folder(ENVIRONMENT, "cuda") == "nvidia-h200"
+    assert device_folder({"cpu": "AMD EPYC 7763 (64)"}, "cpu") == "amd-epyc-7763-64"
+
+
+def test_graph_time_is_compared_and_the_plain_call_where_there_is_none():
+    assert time_us(ROWS[0]) == 15.6
+    assert over_floor(ROWS[0]) == pytest.approx(1.56)
+    assert time_us(ROWS[0] | {"us_graph": None}) == 35.6
+    assert over_floor(ROWS[-1]) is None
+
+
+def test_summary_compares_with_sdpa_and_the_best_other_library():
+    assert summary_cells(ROWS) == ["1, 32/8, 8192, 128", "34", "10.0", "12.5", "1.25", "15.6", "15.6 (SDPA)", "1.25"]
+
+
+def test_summary_of_nothing_measured():
+    assert summary_cells(ROWS[-1:]) == ["1, 32/8, 8192, 128", "34", "–", "–", "–", "–", "–", "–"]
+
+
+def test_a_failure_lists_its_shapes_unless_it_is_all_of_them():
+    other = Case("serving", "b2", Shape(2, 32, 8, 100, 128), "float16")
+    assert failure_lines(ROWS) == ["xFormers: unavailable: xformers.ops is not installed"]
+    lines = failure_lines([*ROWS, row("sdpa", 5.0, case=other)])
+    assert lines == ["xFormers: unavailable: xformers.ops is not installed (1, 32/8, 8192, 128)"]
+
+
+def test_tables_hold_every_peer():
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(detail_table("serving", ROWS), summary_table("serving", ROWS))
+    text = console.export_text()
+    for part in ("flash-decoding", "SDPA", "FlashInfer (page 16, plan 300 µs)", "1.85", "only reading it"):
+        assert part in text
+
+
+def test_markdown():
+    text = to_markdown(ROWS, ENVIRONMENT)
+    assert "µs per decode step on NVIDIA H200; torch 2, Triton 3; 2026-01-02." in text
+    assert "| 1, 32/8, 8192, 128 | 34 | 10.0 | 15.6 | **12.5** | 12.2 | 18.5 |" in text
+    assert "- xFormers: unavailable: xformers.ops is not installed" in text

