@@ -240,10 +240,10 @@ def _state_errors(call: Call) -> Iterator[Exception]:
                 yield ValueError(
                     f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
                 )
-    for name, x in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start)):
-        if x is None or x.numel() == 0 or not (call.check or x.device.type == "cpu"):
+    for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start)):
+        if lens is None or lens.numel() == 0 or not (call.check or lens.device.type == "cpu"):
             continue
         kv_len = call.k.shape[2 if call.layout == "bhnd" else 1]
-        low, high = (int(y) for y in torch.aminmax(x))
+        low, high = (int(y) for y in torch.aminmax(lens))
         if low < 0 or high > kv_len:
             yield ValueError(f"{name} must lie from 0 to the cache's {kv_len} keys, got values from {low} to {high}")

@@ -62,8 +62,8 @@ def choose_tile(
         # Exact float32 is multiplied out in registers, so rows * keys * width elements must fit there; and from 16
         # rows on Triton would turn that product into a dot with TF32.
         block_m = min(rows, 8)
-        block_n = min(max(8192 // (block_m * widest), 8), 64)
-        return Tile(block_m, block_n, block_d, block_dv, 8 if block_m * block_n * widest > 8192 else 4, 3)
+        block_n = min(max(16384 // (block_m * widest), 8), 128)
+        return Tile(block_m, block_n, block_d, block_dv, 8, 3)
 
     block_m = min(max(rows, 16), 64 if widest <= 128 else 32)
     block_n = 64 if widest == 128 or block_m == 64 else 32

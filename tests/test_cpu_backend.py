@@ -198,7 +198,6 @@ def test_strides_change_no_bit(dtype):
     want = flash_decode(q, k, v, num_splits=2)
     pool = torch.stack([k, v], dim=3)  # [B, Hkv, N, 2, D]: K and V interleaved
     fused = torch.cat([q, q], dim=2).permute(1, 0, 2, 3)  # [Hq, B, 2, D]
-    out = torch.empty(64, 3, 8).to(dtype).permute(1, 2, 0).unsqueeze(2).contiguous()[..., :64]
     assert torch.equal(flash_decode(q, *pool.unbind(3), num_splits=2), want)
     assert torch.equal(flash_decode(fused.transpose(0, 1)[:, :, 1:], k, v, num_splits=2), want)
     wide = torch.empty(3, 8, 1, 100).to(dtype)
@@ -206,7 +205,6 @@ def test_strides_change_no_bit(dtype):
     assert torch.equal(wide[..., 20:84], want)
     assert bool(wide[..., :20].isnan().all())
     assert bool(wide[..., 84:].isnan().all())
-    assert out.shape == want.shape
 
 
 def test_zero_strides_change_no_bit():

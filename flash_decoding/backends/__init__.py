@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
@@ -33,7 +33,7 @@ def resolve(backend: str, device: torch.device) -> str:
     return ("triton" if device.type == "cuda" else "cpu") if backend == "auto" else backend
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> ModuleType:
     """The backend's module, with plan() and decode(); importing it may take a second."""
     return importlib.import_module(f"flash_decoding.backends.{name}")

@@ -95,14 +95,15 @@ def sizes_of(case: Case) -> Sizes:
     return Sizes(s.batch, s.heads_q, s.heads_kv, s.kv_len, s.head_dim, s.head_dim, ITEMSIZE[case.dtype])
 
 
-def choose_splits(case: Case, processors: int) -> int:
+def choose_splits(case: Case, gpu: Gpu) -> int:
     """What the library chooses for the case."""
     from flash_decoding.split_plan import choose_plan
 
     s = case.shape
     return choose_plan(
         batch=s.batch, heads_kv=s.heads_kv, group=s.group, q_len=1, kv_len=s.kv_len, head_dim=s.head_dim,
-        value_dim=s.head_dim, element_size=ITEMSIZE[case.dtype], processors=processors,
+        value_dim=s.head_dim, element_size=ITEMSIZE[case.dtype], processors=gpu.processors,
+        shared_memory=gpu.limits.shared_per_program,
     ).num_splits  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def profile_step(case: Case, gpu: Gpu, num_splits: int | None, method: Method) -
     """Time a decode step in a CUDA graph, then replay it under the profiler."""
     from flash_decoding import Workspace, flash_decode
 
-    splits = num_splits or choose_splits(case, gpu.processors)
+    splits = num_splits or choose_splits(case, gpu)
     workspace = Workspace()
     calls: list[Any] = [
         partial(flash_decode, q, k, v, num_splits=splits, workspace=workspace) for q, k, v in draw_copies(case, method)

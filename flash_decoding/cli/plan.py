@@ -102,7 +102,7 @@ class _FoundGpu:
         chosen = choose_plan(
             batch=shape.batch, heads_kv=shape.heads_kv, group=shape.group, q_len=1, kv_len=shape.kv_len,
             head_dim=shape.head_dim, value_dim=shape.head_dim, element_size=itemsize, processors=self.processors,
-            num_splits=num_splits,
+            shared_memory=self.gpu.limits.shared_per_program, num_splits=num_splits,
         )  # fmt: skip
         tile = chosen.tile
         shared = shared_bytes(tile.block_n, tile.block_m, tile.block_d, tile.block_dv, itemsize, tile.num_stages)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# K and V elements, times blocks of query rows, that are worth a thread: less takes no longer than the hand-off, some 20 us.
+# K and V elements, times blocks of query rows, that are worth a thread: fewer take no longer than its start, 20 us.
 ELEMENTS_PER_THREAD = 300_000
 # Splits shorter than this many keys spend more on their own state than threads gain from sharing them.
 MIN_KEYS_PER_SPLIT = 256
