@@ -21,12 +21,16 @@ TORCH_OPTION := $(if $(TORCH),'$(TORCH)',-c constraints.txt)
 KEY := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 DEMO := $(VENV)/.demo-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
+# What the README's table and picture are drawn from.
+README_RESULTS := benchmarks/results/nvidia-h200/article.json benchmarks/results/nvidia-h200/serving.json
 
 .PHONY: demo test gpu-test lint bench results clean
 
 demo: $(DEMO)
 	$(BIN)/flash-decoding generate $(ARGS)
 
+# Several processes share the cores here, and threads that wait must not spin on them.
+test: export OMP_WAIT_POLICY = passive
 test: $(DEV)
 	$(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) -m "not gpu" $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --maxprocesses $(WORKERS) -m "interpreter and not gpu" $(ARGS)
@@ -43,7 +47,7 @@ bench: $(DEMO)
 	$(BIN)/flash-decoding bench --results-dir benchmarks/results $(ARGS)
 
 results: $(DEMO)
-	$(BIN)/flash-decoding bench --report benchmarks/results --readme README.md $(ARGS)
+	$(BIN)/flash-decoding bench $(addprefix --report ,$(README_RESULTS)) --merge --plot docs/h200 --readme README.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

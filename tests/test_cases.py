@@ -256,13 +256,19 @@ def test_c024_the_lse_is_natural_float32_and_unpadded(target, num_splits, dtype)
 
 @pytest.mark.parametrize("gain", [1.0, 1000.0])
 def test_c025_splitting_costs_no_accuracy(target, gain):
-    q, k, v = make_inputs(2, 32, 8, 8192, 128, torch.bfloat16, target.device)
-    v = v * gain
-    want = reference(q, k, v)
-    one, many = (flash_decode(q, k, v, num_splits=n, backend=target.backend) for n in (1, 16))
-    mismatch_one, mismatch_many = ((x != want.bfloat16()).double().mean().item() for x in (one, many))
-    assert mismatch_many <= mismatch_one + 0.02
-    assert max_error(many, want) <= 1.2 * max_error(one, want)
+    # Several draws, because the largest of one draw's errors is a matter of luck.
+    mismatch, error = {1: 0.0, 16: 0.0}, {1: 0.0, 16: 0.0}
+    for seed in range(8):
+        torch.manual_seed(seed)
+        q, k, v = make_inputs(1, 32, 8, 4096, 128, torch.bfloat16, target.device)
+        v = v * gain
+        want = reference(q, k, v)
+        for num_splits in (1, 16):
+            out = flash_decode(q, k, v, num_splits=num_splits, backend=target.backend)
+            mismatch[num_splits] += (out != want.bfloat16()).double().mean().item() / 8
+            error[num_splits] = max(error[num_splits], max_error(out, want))
+    assert mismatch[16] <= mismatch[1] + 0.02
+    assert error[16] <= 1.2 * error[1]
 
 
 @pytest.mark.interpreter
@@ -363,6 +369,7 @@ def test_c064_importing_needs_no_gpu_no_triton_and_no_numba(target):
     assert run.stdout.startswith("backend 'triton' cannot run this call: q is on the CPU")
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_c065_compiles_without_a_graph_break(target, mode, return_lse):
@@ -382,6 +389,7 @@ def test_c065_compiles_without_a_graph_break(target, mode, return_lse):
                 assert max_error(x, y) < 1e-5
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_c065_compiled_with_out_given_and_a_growing_cache(target, layout):
     out = torch.zeros(1, 4, 1, 64, device=target.device)

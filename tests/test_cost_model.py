@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from flash_decoding.bench.workloads import Shape
+from flash_decoding.cli.plan import _FoundGpu
 from flash_decoding.cost_model import (
     REDUCE_US,
     Machine,
@@ -20,6 +24,7 @@ from flash_decoding.cost_model import (
     split_lengths,
 )
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
 LONG = Sizes(batch=2, heads_q=8, heads_kv=8, kv_len=65536, head_dim=128, value_dim=128, itemsize=2)
 GROUPED = Sizes(batch=1, heads_q=32, heads_kv=8, kv_len=8192, head_dim=128, value_dim=64, itemsize=2)
 H200 = Machine(processors=132, resident=3, gb_per_s=4560.0)
@@ -110,3 +115,20 @@ def test_waves_count_the_rounds():
     machine = Machine(processors=10, resident=2, gb_per_s=100.0)
     sizes = Sizes(7, 3, 3, 640, 64, 64, 2)
     assert [predict(sizes, splits, 64, machine).waves for splits in (1, 2)] == [2, 3]
+
+
+@pytest.mark.parametrize("suite", ["article", "serving"])
+def test_unsplit_times_are_predicted_as_measured(suite):
+    """The picture of `plan` claims how long a step takes without splitting; the H200's results say how long it took."""
+    rows = json.loads((RESULTS / f"{suite}.json").read_text())["rows"]
+    measured = {row["case"]: row for row in rows if row["impl"] == "flash_decoding_unsplit" and row["status"] == "ok"}
+    assert measured
+    gpu = _FoundGpu("h200")
+    for row in measured.values():
+        shape = Shape(**row["shape"])
+        sizes = Sizes(shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, 2)
+        _, block_n, machine = gpu.choose(shape, "bfloat16", None)
+        predicted = predict(sizes, 1, block_n, machine).total_us
+        # Below a few tiles per program, starting and ending are most of the time.
+        if shape.kv_len >= 4096:
+            assert predicted == pytest.approx(row["us_graph"], rel=0.1), shape

@@ -194,7 +194,7 @@ class Run:
 
     tokens: list[int] = field(default_factory=list)
     logits: tuple[torch.Tensor, ...] = ()
-    greedy: bool = True  # every token was the model's own choice
+    departure: int | None = None  # the first step whose forced token was not the model's own choice
     steps: int = 0
     seconds: float = 0.0  # of the decode steps
     attention_ms_per_token: float | None = None  # median over the decode steps
@@ -257,7 +257,7 @@ def run(
     return Run(
         tokens=clock.tokens,
         logits=result.logits or (),
-        greedy=choice.greedy,
+        departure=choice.departure,
         steps=steps,
         seconds=clock.seconds,
         attention_ms_per_token=timer.median_per_step(steps),
@@ -299,17 +299,19 @@ class _Clock:
 
 
 class _Choice:
-    """The last logits processor: notes whether the tokens are the model's own choice, and forces them if asked to."""
+    """The last logits processor: forces tokens if asked to, and notes where the model would have left them."""
 
     def __init__(self, prompt_len: int, forced: list[int] | None) -> None:
         self._prompt_len, self._forced = prompt_len, forced
-        self.greedy = True
+        self.departure: int | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._forced is None:
             return scores
-        token = self._forced[input_ids.shape[1] - self._prompt_len]
-        self.greedy &= int(scores.argmax()) == token
+        step = input_ids.shape[1] - self._prompt_len
+        token = self._forced[step]
+        if self.departure is None and int(scores.argmax()) != token:
+            self.departure = step
         return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token], device=scores.device), 0.0)
 
 
@@ -383,7 +385,7 @@ def _print_table(ours: Run, theirs: Run | None, difference: float | None, layers
     console.print(f"attention calls that were ours: {ours.decode_calls} of {layers * ours.steps}")
     if theirs is not None:
         console.print(f"largest absolute difference of the logits over all steps: {difference:.2e}")
-        same = "the same" if theirs.greedy else "not the same: two tokens were nearly level at some step"
+        same = "the same" if theirs.departure is None else f"another token first at step {theirs.departure + 1}"
         console.print(f"greedy text with SDPA: {same}")
     if busy is not None:
         console.print(busy, style="yellow")

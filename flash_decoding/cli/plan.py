@@ -107,7 +107,9 @@ class _FoundGpu:
         tile = chosen.tile
         shared = shared_bytes(tile.block_n, tile.block_m, tile.block_d, tile.block_dv, itemsize, tile.num_stages)
         resident = max(1, resident_programs(self.gpu.limits, shared, tile.num_warps))
-        return chosen.num_splits, tile.block_n, Machine(self.processors, resident, self.gb_per_s)
+        in_flight = (tile.num_stages - 1) * tile.block_n * (tile.block_d + tile.block_dv) * itemsize
+        machine = Machine(self.processors, resident, self.gb_per_s, in_flight=in_flight)
+        return chosen.num_splits, tile.block_n, machine
 
 
 class _Cpu:

@@ -21,10 +21,10 @@ from flash_decoding.api import flash_decode
 NAME = "split_kv"
 
 # Options of Transformers' attention calls that change the result and that flash_decode() does not have.
-_UNSUPPORTED = (
+_UNSUPPORTED = frozenset({
     "softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "block_table",
     "output_attentions",
-)  # fmt: skip
+})  # fmt: skip
 
 
 def register() -> None:
@@ -65,9 +65,8 @@ def attention(
     Raises:
         ValueError, TypeError: an option, mask or input that a decode step cannot have.
     """
-    for name in _UNSUPPORTED:
-        value_of_option = options.get(name)
-        if value_of_option is not None and value_of_option is not False:
+    for name, option in options.items():
+        if name in _UNSUPPORTED and option is not None and option is not False:
             raise ValueError(
                 f"{name} must be None for attn_implementation={NAME!r}, which does not support it; {_HINT}"
             )
