@@ -34,7 +34,8 @@ def flash_decode(
 
     The keys are cut into splits, every split gives a partial softmax, and the partials are merged exactly: the result
     is that of softmax(scale q k^T) v. Query head i reads KV head i // (Hq / Hkv), and K and V are read once for all
-    query heads of their group. There is no backward.
+    query heads of their group (on a GPU up to 64 of them at a time, 32 for heads wider than 128, 8 in float32). There
+    is no backward.
 
     Args:
         q: [B, Hq, 1, D], float16, bfloat16 or float32. D a multiple of 8 from 16 to 256.
@@ -53,7 +54,7 @@ def flash_decode(
         split_size: keys per split instead; a sequence's result then has the same bits whatever else is in the batch.
         return_lse: return (out, lse) instead of out.
         out, lse: where to write; None allocates. out has the shape and dtype of the result, with any strides whose last
-            is 1; lse is [B, Hq, 1] float32 and contiguous.
+            is 1, and overlaps neither itself nor an input; lse is [B, Hq, 1] float32 and contiguous.
         workspace: scratch owned by the caller; None uses the library's own, one per device, stream and thread.
         backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
         check: also read kv_lens and kv_start on a GPU and refuse values outside the cache; synchronises.
@@ -74,12 +75,12 @@ def flash_decode(
 
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
-    if torch.compiler.is_compiling():
-        return _traced(
-            q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, return_lse, out, lse,
-            workspace, backend,
-        )  # fmt: skip
-    call = Call(q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, out, lse, check)
+    call = Call(
+        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, scale=scale, key_mask=key_mask,
+        num_splits=num_splits, split_size=split_size, out=out, lse=lse, check=check,
+    )  # fmt: skip
+    if _is_traced(q, k, v):
+        return _traced(call, return_lse, workspace, backend)
     problem = make_problem(call)
     for error in backends.find_backend_errors(backend, q.device):
         raise error
@@ -124,7 +125,10 @@ def explain(
         >>> explain(q, k, v)
         ['heads_q must be a positive multiple of heads_kv, got 6 and 4']
     """
-    call = Call(q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, out, lse, check)
+    call = Call(
+        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, scale=scale, key_mask=key_mask,
+        num_splits=num_splits, split_size=split_size, out=out, lse=lse, check=check,
+    )  # fmt: skip
     reasons = [str(error) for error in find_errors(call)]
     if isinstance(q, Tensor):
         reasons += [str(error) for error in backends.find_backend_errors(backend, q.device)]
@@ -133,20 +137,40 @@ def explain(
     return reasons
 
 
-def _traced(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, kv_lens: Tensor | None, kv_start: Tensor | None, scale: float | None,
-    key_mask: Tensor | None, num_splits: int | None, split_size: int | None, return_lse: bool,
-    out: Tensor | None, lse: Tensor | None, workspace: Workspace | None, backend: str,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The call as torch.compile sees it: outputs made in the graph, and one op that checks and fills them when run."""
-    if workspace is not None:
-        raise ValueError("workspace must be None under torch.compile, whose graphs own their scratch")
-    if out is None:
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-    if return_lse and lse is None:
-        heads, length = (1, 2) if layout == "bhnd" else (2, 1)
-        lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)
-    torch.ops.flash_decoding.decode(
-        q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, backend, out, lse
+# The types whose memory a kernel may touch; anything else belongs to the dispatcher.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the call is being recorded, or its tensors have no memory of their own: then it goes through the op."""
+    if torch.compiler.is_compiling():
+        return True
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(isinstance(x, Tensor) and not _has_memory(x) for x in (q, k, v))
     )
+
+
+def _has_memory(x: Tensor) -> bool:
+    return type(x) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _traced(call: Call, return_lse: bool, workspace: Workspace | None, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+    """The call as a tracer sees it: outputs made in the graph, and one op that fills them and checks the rest."""
+    if workspace is not None:
+        raise ValueError("workspace must be None where the call is traced: graphs own their scratch")
+    if call.check:
+        raise ValueError("check must be False where the call is traced: it reads lengths on the host")
+    q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "q, k and v must not require a gradient, there is no backward; use torch.no_grad() or detach()"
+        )
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    if return_lse and lse is None:
+        heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
+        lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)
+    torch.ops.flash_decoding.decode(*call[: Call._fields.index("out")], backend, out, lse)
     return (out, lse) if return_lse and lse is not None else out

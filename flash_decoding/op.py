@@ -6,6 +6,8 @@ microseconds, so an eager call does not go through it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,22 +32,23 @@ def run(
 
 
 _library = torch.library.Library("flash_decoding", "DEF")
+# The fields of Call up to out, then the backend and the outputs.
 _library.define(
     "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, float? scale, "
     "Tensor? key_mask, int? num_splits, int? split_size, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
 
 
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, kv_lens: Tensor | None, kv_start: Tensor | None, scale: float | None,
-    key_mask: Tensor | None, num_splits: int | None, split_size: int | None, backend: str,
-    out: Tensor, lse: Tensor | None,
-) -> None:  # fmt: skip
-    call = Call(q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, out, lse)
-    run(make_problem(call), call, backend, None, out, lse)
+def _decode(*arguments: Any) -> None:
+    *options, backend, out, lse = arguments
+    call = Call._make((*options, out, lse, False))
+    problem = make_problem(call)
+    for error in backends.find_backend_errors(backend, call.q.device):
+        raise error
+    run(problem, call, backend, None, out, lse)
 
 
-def _decode_fake(*_args: object) -> None:
+def _decode_fake(*_arguments: Any) -> None:
     """Nothing to infer: the outputs are arguments."""
 
 

@@ -12,8 +12,12 @@ from torch import Tensor
 LAYOUTS = ("bhnd", "bnhd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
-# Partials of more splits would be larger than the caches they come from.
+# What a second grid axis holds, with room to spare; far beyond any useful count.
 MAX_SPLITS = 16384
+# Positions are 32-bit integers in the kernels, and a tile may reach past the last one.
+MAX_KV_LEN = 2**31 - 2**16
+# The scale is multiplied by log2(e) in float32.
+_MAX_SCALE = 2.0**126
 
 
 class Problem(NamedTuple):
@@ -97,24 +101,22 @@ def _signature(call: Call) -> tuple | None:
 
 
 def find_errors(call: Call) -> Iterator[Exception]:
-    """Every reason to refuse the call, the basic ones first; reads no device memory unless call.check."""
-    basic = list(_type_errors(call)) or list(_rank_errors(call))
-    yield from basic
-    if not basic:
+    """Every reason to refuse the call that can be told; reads no device memory unless call.check."""
+    yield from _option_errors(call)
+    kinds = list(_kind_errors(call))
+    yield from kinds
+    if kinds or call.layout not in LAYOUTS:
+        return
+    yield from _dtype_errors(call)
+    ranks = list(_rank_errors(call))
+    yield from ranks
+    if not ranks:
         yield from _shape_errors(call)
-        yield from _split_errors(call)
         yield from _state_errors(call)
 
 
-def _type_errors(call: Call) -> Iterator[Exception]:
-    for name in ("q", "k", "v"):
-        x = getattr(call, name)
-        if not isinstance(x, Tensor):
-            yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    for name in ("kv_lens", "kv_start", "key_mask", "out", "lse"):
-        x = getattr(call, name)
-        if x is not None and not isinstance(x, Tensor):
-            yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+def _option_errors(call: Call) -> Iterator[Exception]:
+    """Options that are wrong whatever the arrays are."""
     if call.layout not in LAYOUTS:
         yield ValueError(f"layout must be one of {list(LAYOUTS)}, got {call.layout!r}")
     scale = call.scale
@@ -123,6 +125,41 @@ def _type_errors(call: Call) -> Iterator[Exception]:
             yield TypeError(f"scale must be a number or None, got {type(scale).__name__}")
         elif not math.isfinite(scale):
             yield ValueError(f"scale must be finite, got {scale}")
+        elif abs(scale) > _MAX_SCALE:
+            yield ValueError(f"scale must be at most {_MAX_SCALE:.3g} in magnitude, got {scale}")
+    for name, most in (("num_splits", MAX_SPLITS), ("split_size", MAX_KV_LEN)):
+        x = getattr(call, name)
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
+            yield TypeError(f"{name} must be an int or None, got {type(x).__name__}")
+        elif x is not None and not 1 <= x <= most:
+            yield ValueError(f"{name} must be from 1 to {most}, got {x}; None means automatic")
+    if call.num_splits is not None and call.split_size is not None:
+        yield ValueError(f"split_size must be None when num_splits is given, got {call.split_size}")
+    if not isinstance(call.check, bool):
+        yield TypeError(f"check must be a bool, got {type(call.check).__name__}")
+
+
+def _kind_errors(call: Call) -> Iterator[Exception]:
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
+        if not isinstance(x, Tensor):
+            yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        elif x.layout != torch.strided:
+            yield TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+    for name in ("kv_lens", "kv_start", "key_mask", "out", "lse"):
+        x = getattr(call, name)
+        if x is not None and not isinstance(x, Tensor):
+            yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+
+
+def _dtype_errors(call: Call) -> Iterator[Exception]:
+    q = call.q
+    if q.dtype not in DTYPES:
+        yield TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    for name in ("k", "v"):
+        x = getattr(call, name)
+        if x.dtype != q.dtype:
+            yield TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
 
 def _rank_errors(call: Call) -> Iterator[Exception]:
@@ -131,13 +168,6 @@ def _rank_errors(call: Call) -> Iterator[Exception]:
         x = getattr(call, name)
         if x.ndim != 4:
             yield ValueError(f"{name} must have shape {shape} for layout {call.layout!r}, got {list(x.shape)}")
-    q = call.q
-    if q.dtype not in DTYPES:
-        yield TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
-    for name in ("k", "v"):
-        x = getattr(call, name)
-        if x.dtype != q.dtype:
-            yield TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
 
 def _shape_errors(call: Call) -> Iterator[Exception]:
@@ -164,6 +194,11 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(
                 f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {width}"
             )
+    if kv_len > MAX_KV_LEN:
+        yield ValueError(f"k must hold at most {MAX_KV_LEN} keys, got {kv_len}")
+    split_size = call.split_size
+    if isinstance(split_size, int) and split_size >= 1 and kv_len > split_size * MAX_SPLITS:
+        yield ValueError(f"split_size must cut {kv_len} keys into at most {MAX_SPLITS} splits, got {split_size}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() and x.stride(3) != 1:
             yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
@@ -201,6 +236,8 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"out must be on the device of q, {q.device}, got {out.device}")
         if out.numel() and out.stride(-1) != 1:
             yield ValueError(f"out must have a contiguous last axis, got strides {list(out.stride())}")
+        if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+            yield ValueError(f"out must not overlap itself, got strides {list(out.stride())}")
     lse_shape = (batch, heads_q, q.shape[length])
     if lse is not None:
         if lse.dtype != torch.float32:
@@ -211,35 +248,16 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
 
 
-def _split_errors(call: Call) -> Iterator[Exception]:
-    for name in ("num_splits", "split_size"):
-        x = getattr(call, name)
-        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
-            yield TypeError(f"{name} must be an int or None, got {type(x).__name__}")
-            return
-    if call.num_splits is not None and call.split_size is not None:
-        yield ValueError(
-            f"split_size must be None when num_splits is given, got {call.split_size} and {call.num_splits}"
-        )
-    if call.num_splits is not None and not 1 <= call.num_splits <= MAX_SPLITS:
-        yield ValueError(f"num_splits must be from 1 to {MAX_SPLITS}, got {call.num_splits}; None means automatic")
-    if call.split_size is not None:
-        kv_len = call.k.shape[2 if call.layout == "bhnd" else 1]
-        if call.split_size < 1 or kv_len > call.split_size * MAX_SPLITS:
-            yield ValueError(
-                f"split_size must be at least 1 and cut {kv_len} keys into at most {MAX_SPLITS} splits, "
-                f"got {call.split_size}"
-            )
-
-
 def _state_errors(call: Call) -> Iterator[Exception]:
-    """What may differ between calls of one signature: gradients, and lengths where looking at them costs no wait."""
-    if torch.is_grad_enabled():
-        for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-            if x.requires_grad:
-                yield ValueError(
-                    f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
-                )
+    """What may differ between calls of one signature: flags of tensors, and lengths where looking costs no wait."""
+    recording = torch.is_grad_enabled()
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if recording and x.requires_grad:
+            yield ValueError(
+                f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
+            )
+        if x.is_neg():
+            yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
     for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start)):
         if lens is None or lens.numel() == 0 or not (call.check or lens.device.type == "cpu"):
             continue

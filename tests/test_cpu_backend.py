@@ -390,6 +390,27 @@ check(torch.float32, 9000)
     )
 
 
+def test_a_fork_while_another_thread_compiles(tmp_path):
+    finish(
+        start(
+            """
+import threading, time
+x = inputs(torch.float32, 100)
+thread = threading.Thread(target=flash_decode, args=x)
+thread.start()
+time.sleep(0.5)
+child = os.fork()
+if child == 0:
+    flash_decode(*x)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+thread.join()
+""",
+            NUMBA_CACHE_DIR=str(tmp_path),
+        )
+    )
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names of x86 processors")
 @pytest.mark.parametrize(
     ("name", "features", "lanes"),

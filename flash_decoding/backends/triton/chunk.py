@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_decoding.backends.triton.launch import is_aligned, launch
+from flash_decoding.backends.triton.launch import launch, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, update_softmax
 from flash_decoding.backends.triton.scores import transform_scores
 from flash_decoding.backends.triton.tile_io import address, load_rows, matmul, split_range, visible_range
@@ -21,13 +21,16 @@ from flash_decoding.split_plan import Plan
 from flash_decoding.workspace import Partial
 
 
-@triton.jit(do_not_specialize=["kv_len", "Hkv", "rows", "num_splits", "split_size"])
+@triton.jit(
+    do_not_specialize=["key_mask_step_b", "key_mask_step_n", "kv_len", "Hkv", "rows", "num_splits", "split_size"],
+    do_not_specialize_on_alignment=["kv_lens_ptr", "kv_start_ptr", "key_mask_ptr", "lse_ptr", "m_ptr", "l_ptr"],
+)
 def _chunk_kernel(
     q_ptr, q_stride,  # [B, Hq, Lq, D]; strides without the last, contiguous axis, here and below
     k_ptr, k_stride,  # [B, Hkv, N, D]
     v_ptr, v_stride,  # [B, Hkv, N, Dv]
     kv_lens_ptr, kv_start_ptr,  # [B]; None: the whole cache
-    key_mask_ptr, key_mask_stride,  # [B, N] bool; None: every key is visible
+    key_mask_ptr, key_mask_step_b, key_mask_step_n,  # [B, N] bool; None: every key is visible
     out_ptr, out_stride,  # [B, Hq, Lq, Dv], written when there is one split
     lse_ptr,  # [B, Hq, Lq] float32, likewise; None: not wanted
     acc_ptr, m_ptr, l_ptr,  # [num_splits, B, Hq, Lq(, Dv)] float32; None: one split
@@ -50,7 +53,7 @@ def _chunk_kernel(
     k_ptr = address(k_ptr, (k_stride[0], k_stride[1]), (b, h_kv.to(tl.int64)))
     v_ptr = address(v_ptr, (v_stride[0], v_stride[1]), (b, h_kv.to(tl.int64)))
     if key_mask_ptr is not None:
-        key_mask_ptr += b * key_mask_stride[0]
+        key_mask_ptr += b * key_mask_step_b
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -58,12 +61,12 @@ def _chunk_kernel(
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
     for n in range(start, whole, BLOCK_N):
         m, l, acc = _fold_tile(
-            m, l, acc, q, k_ptr, k_stride[2], v_ptr, v_stride[2], key_mask_ptr, key_mask_stride, n, stop, scale,
+            m, l, acc, q, k_ptr, k_stride[2], v_ptr, v_stride[2], key_mask_ptr, key_mask_step_n, n, stop, scale,
             False, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     if whole < stop:
         m, l, acc = _fold_tile(
-            m, l, acc, q, k_ptr, k_stride[2], v_ptr, v_stride[2], key_mask_ptr, key_mask_stride, whole, stop, scale,
+            m, l, acc, q, k_ptr, k_stride[2], v_ptr, v_stride[2], key_mask_ptr, key_mask_step_n, whole, stop, scale,
             True, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
@@ -84,7 +87,7 @@ def _chunk_kernel(
 
 @triton.jit
 def _fold_tile(
-    m, l, acc, q, k_ptr, k_stride, v_ptr, v_stride, key_mask_ptr, key_mask_stride, first, stop, scale,
+    m, l, acc, q, k_ptr, k_stride, v_ptr, v_stride, key_mask_ptr, key_mask_step_n, first, stop, scale,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +98,7 @@ def _fold_tile(
         in_n = n < stop
     if key_mask_ptr is not None:
         # The value of a masked key may be NaN, which a weight of zero does not remove: it is masked on load too.
-        in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_stride[1], mask=n < stop, other=0) != 0
+        in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_step_n, mask=n < stop, other=0) != 0
     k = load_rows(k_ptr, k_stride, n, in_n, D, BLOCK_D)  # [N, D]
     v = load_rows(v_ptr, v_stride, n, in_n, DV, BLOCK_DV)  # [N, Dv]
     s = transform_scores(matmul(q, tl.trans(k)), scale)  # [M, N]
@@ -110,19 +113,17 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     lens, start, mask = p.kv_lens, p.kv_start, p.key_mask
     strides = p.q.stride()[:3], p.k.stride()[:3], p.v.stride()[:3], out.stride()[:3]
     acc, m, l = (None, None, None) if partial is None else partial
-    key = None
-    if mask is None and is_aligned((p.q, p.k, p.v, out), strides):
-        key = (
-            p.q.dtype, lens is None or lens.dtype, start is None or start.dtype,
-            partial is None, lse is None, plan.split_size is None,
-        )  # fmt: skip
+    key = (
+        variant((p.q, p.k, p.v, out), strides), p.q.dtype, lens is None or lens.dtype, start is None or start.dtype,
+        mask is None or mask.stride(0) < 2**31, partial is None, lse is None, plan.split_size is None,
+    )  # fmt: skip
     launch(
         _chunk_kernel,
         key,
         (p.batch * p.heads_kv * -(-p.group * p.q_len // tile.block_m), plan.num_splits),
         (
             p.q, strides[0], p.k, strides[1], p.v, strides[2], lens, start,
-            mask, (0, 0) if mask is None else mask.stride(),
+            mask, *((0, 0) if mask is None else mask.stride()),
             out, strides[3], lse if partial is None else None, acc, m, l,
             p.scale, p.kv_len, p.heads_kv, p.batch * p.heads_q * p.q_len, plan.num_splits, plan.split_size,
         ),
