@@ -41,7 +41,7 @@ class Sizes:
     value_dim: int
     itemsize: int  # bytes per element of q, k, v and out
     q_len: int = 1
-    row_tiles: int = 1  # query rows of one KV head that do not fit into one program take several, and each reads K and V
+    row_tiles: int = 1  # programs per KV head and split, where one does not hold all query rows; each reads K and V
 
     @property
     def problems(self) -> int:

@@ -45,8 +45,8 @@ def pair_rows(rows: Sequence[Row], others: Sequence[Row]) -> list[Pair]:
     return sorted(pairs, key=lambda pair: pair.apart, reverse=True)
 
 
-def _key(row: Row) -> tuple[str, str, str]:
-    return row["suite"], row["case"], row["impl"]
+def _key(row: Row) -> tuple[str, str, str, str]:
+    return row["suite"], row["case"], row["dtype"], row["impl"]
 
 
 def long_enough(pairs: Sequence[Pair]) -> list[Pair]:

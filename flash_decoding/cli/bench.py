@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +66,8 @@ def bench(
     Inputs are rotated so that caches are cold, each output is checked against float64 before it is timed, and the
     time of only reading the same bytes is measured in the same run. A peer that fails is shown with its reason.
     """
+    if threads is not None and threads < 1:
+        fail(f"--threads must be at least 1, got {threads}")
     measuring = {"--suite": suite, "--shape": shape, "--dtype": dtype, "--peer": peer, "--threads": threads,
                  "--json": json, "--results-dir": results_dir}  # fmt: skip
     reporting = {"--compare": compare, "--merge": merge, "--readme": readme}
@@ -74,8 +76,6 @@ def bench(
         _report(report, compare, merge, markdown, plot, readme)
         return
     _refuse_given(reporting, "given with --report")
-    if threads is not None and threads < 1:
-        fail(f"--threads must be at least 1, got {threads}")
     cases = _choose(suite, shape, dtype, device)
     names = None if not peer else [name for name in peer if name != "none"]
     keeper = _Keeper(json, results_dir)
@@ -92,7 +92,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _refuse_given(options: dict[str, object], rule: str) -> None:
+def _refuse_given(options: Mapping[str, object], rule: str) -> None:
     for name, value in options.items():
         if value:
             fail(f"{name} must be {rule}")
