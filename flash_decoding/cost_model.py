@@ -150,7 +150,9 @@ def predict(sizes: Sizes, num_splits: int, block_n: int, machine: Machine) -> Pr
     """
     lengths = split_lengths(sizes.kv_len, num_splits, block_n)
     per_key = (sizes.head_dim + sizes.value_dim) * sizes.itemsize
-    loads = [length * per_key for length in lengths for _ in range(sizes.problems * sizes.row_tiles)]
+    per_split = sizes.problems * sizes.row_tiles
+    # A split without keys is a program too, but one that ends as it starts.
+    loads = [length * per_key for length in lengths if length for _ in range(per_split)]
     spans = schedule(loads, machine, sizes.problems, sizes.row_tiles)
     end = max((span.stop for span in spans), default=0.0)
     worked = sum(span.stop - span.start for span in spans)
@@ -158,8 +160,8 @@ def predict(sizes: Sizes, num_splits: int, block_n: int, machine: Machine) -> Pr
     lanes = min(machine.resident, -(-len(loads) // machine.processors)) * machine.processors
     return Prediction(
         num_splits=num_splits,
-        programs=len(loads),
-        waves=-(-len(loads) // (machine.processors * machine.resident)),
+        programs=num_splits * per_split,
+        waves=-(-num_splits * per_split // (machine.processors * machine.resident)),
         floor_us=floor_us(kv_bytes(sizes), machine.gb_per_s),
         chunk_us=LAUNCH_US + CHUNK_EXTRA_US + end,
         reduce_us=reduce,
@@ -179,8 +181,8 @@ def split_lengths(kv_len: int, num_splits: int, block_n: int) -> list[int]:
 def schedule(loads: Sequence[float], machine: Machine, problems: int, row_tiles: int = 1) -> list[Span]:
     """When and where each program runs.
 
-    The tiles of query rows of one problem start together and read the same keys. What one of them has read, the others
-    are assumed to find in the L2 cache, which costs their processors' share and nothing of the memory's bandwidth.
+    Tiles of query rows of one problem read the same keys, and each counts as if it read them from memory; that the
+    L2 cache answers some of it makes the time an upper bound there.
 
     Args:
         loads: bytes per program, in launch order; program i belongs to problem i // row_tiles % problems.
@@ -204,7 +206,7 @@ def schedule(loads: Sequence[float], machine: Machine, problems: int, row_tiles:
         if not active.any():
             return spans
         sharing = np.bincount(processor[active], minlength=machine.processors)[processor]
-        rate = np.minimum(row_tiles * machine.bytes_per_us / active.sum(), alone / np.maximum(sharing, 1))
+        rate = np.minimum(machine.bytes_per_us / active.sum(), alone / np.maximum(sharing, 1))
         rate = np.minimum(rate, machine.in_flight / TURNOVER_US)
         step = (left[active] / rate[active]).min()
         now += step

@@ -10,16 +10,21 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from flash_decoding.bench import profiling
+from flash_decoding.bench.profiling import Launch, StepProfile
 from flash_decoding.bench.results import empty_row, new_results, read_results, write_results
-from flash_decoding.bench.timing import Method
+from flash_decoding.bench.roofline import Ceilings
+from flash_decoding.bench.timing import Method, Timed
 from flash_decoding.bench.workloads import Case, Shape
 from flash_decoding.cli import bench, plan, profile
+from flash_decoding.hardware import Gpu, find_gpu
 
 app = typer.Typer()
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
 app.command("profile")(profile.profile)
 
+BAD_D = (8, 12, 264, 512, 4096)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
@@ -97,10 +102,61 @@ def test_report_redraws_without_a_gpu(tmp_path: Path):
         (["--dtype", "int8"], "dtype must be one of bfloat16, float16, float32, got 'int8'"),
         (["--suite", "cpu", "--peer", "nope"], "peer must be one of flash_decoding"),
         (["--report", "/no/such/file.json"], "/no/such/file.json does not exist"),
+        (["--threads", "-1", "--device", "cpu"], "--threads must be at least 1, got -1"),
+        (["--threads", "0", "--device", "cpu"], "--threads must be at least 1, got 0"),
+        (["--compare", "x.json"], "--compare must be given with --report"),
+        (["--merge"], "--merge must be given with --report"),
+        *[
+            (["--report", ".", *option], f"{option[0]} must be given without --report, which measures nothing")
+            for option in (["--json", "x"], ["--suite", "cpu"], ["--shape", "1,2,2,64,64"], ["--dtype", "float16"],
+                           ["--peer", "sdpa"], ["--threads", "2"], ["--results-dir", "x"])
+        ],
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_sentence(arguments: list[str], sentence: str):
-    assert sentence in call("bench", *arguments, code=2)
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("flash-decoding: ")
+    assert sentence in line
+
+
+def write_times(path: Path, times: dict[str, float | None]) -> Path:
+    """A result file with one row per peer; None: the peer failed."""
+    case = Case("cpu", "b1", Shape(1, 32, 8, 8192, 128), "float32", "cpu")
+    rows = [
+        empty_row(case, impl, "ok" if us is not None else "error: x") | {"us_eager": us} for impl, us in times.items()
+    ]
+    write_results(path, new_results({"cpu": "a CPU"}, Method(), rows))
+    return path
+
+
+def test_compare_shows_the_medians_that_were_not_repeated(tmp_path: Path):
+    first = {"flash_decoding": 1000.0, "sdpa": 2000.0, "sdpa_packed": 40.0, "flex_attention": 60.0, "fa3": 70.0}
+    second = {"flash_decoding": 1029.0, "sdpa": 1900.0, "sdpa_packed": 49.0, "flex_attention": None}
+    files = write_times(tmp_path / "a.json", first), write_times(tmp_path / "b.json", second)
+    output = call("bench", "--report", str(files[0]), "--compare", str(files[1]))
+    _, _, table = output.partition("medians that differ by more than 3% above 50 µs")
+    assert "cpu 1, 32/8, 8192, 128, float32, SDPA 2000 1900 5.3%" in table
+    assert "2.9%" not in table
+    assert "49.0" not in table  # too short to judge
+    assert table.endswith(
+        "3 rows in both files, 2 above 50 µs; the largest difference of these is 5.3%: "
+        "cpu 1, 32/8, 8192, 128, float32, SDPA, 2000 and 1900 µs."
+    )
+
+
+def test_compare_of_a_run_with_itself(tmp_path: Path):
+    path = write_times(tmp_path / "a.json", {"flash_decoding": 1000.0, "sdpa": 20.0})
+    output = call("bench", "--report", str(path), "--compare", str(path))
+    assert "medians that differ" not in output
+    assert "2 rows in both files, 1 above 50 µs; the largest difference of these is 0.0%" in output
+
+
+def test_compare_of_other_suites_is_refused(tmp_path: Path):
+    path = write_times(tmp_path / "a.json", {"flash_decoding": 1000.0})
+    output = call("bench", "--report", str(sample_file(tmp_path)), "--compare", str(path), code=2)
+    assert "--compare must hold rows of the suites in --report" in output
 
 
 @no_gpu
@@ -145,10 +201,102 @@ def test_plan_for_the_cpu_measures_its_memory():
         (["--gpu", "h100", "--dtype", "int4"], "--dtype must be one of bfloat16, float16, float32, got 'int4'"),
         (["--gpu", "h100", "--num-splits", "0"], "--num-splits must be at least 1, got 0"),
         (["1,2,2,64,64", "1,2,2,65,64", "--gpu", "h100", "--plot", "x"], "--plot must be given with one shape, got 2"),
+        *[([f"1,2,2,64,{d}", "--gpu", "h100"], f"D must be a multiple of 8 from 16 to 256, got {d}") for d in BAD_D],
+        (["--gpu", "h100", "--num-splits", "16385"], "--num-splits must be at most 16384, got 16385"),
+        (["1,2,2,2147483647,64", "--gpu", "h100"], "N must be at most 2147418112, got 2147483647"),
+        (["1,2,2,64,12", "--cpu"], "D must be a multiple of 8 from 16 to 256, got 12"),
     ],
 )
 def test_plan_refuses_in_one_sentence(arguments: list[str], sentence: str):
     assert sentence in call("plan", *arguments, code=2)
+
+
+def test_plan_says_when_k_and_v_are_read_more_than_once(tmp_path: Path):
+    options = ("--gpu", "h200", "--dtype", "float32", "--num-splits", "4", "--json", str(tmp_path / "plan.json"))
+    output = call("plan", "1,32,2,8192,128", *options)
+    assert "fill 2 tiles of rows, and each reads K and V" in output
+    assert "read by 2 tiles of query rows 33.6 MB 33.6 MB" in output
+    numbers = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+    assert numbers["row_tiles"] == 2
+    assert numbers["split"]["programs"] == 1 * 2 * 2 * 4
+    assert "tiles of rows" not in call("plan", "1,16,2,8192,128", *options)
+
+
+class TestProfile:
+    """What the command does around the measurement, which a GPU test covers."""
+
+    @pytest.fixture(autouse=True)
+    def pretend(self, monkeypatch):
+        """A GPU on which every step takes a fixed time."""
+        gpu = find_gpu("h200")
+        monkeypatch.setattr("flash_decoding.hardware.present_gpu", lambda: gpu)
+        monkeypatch.setattr(
+            "flash_decoding.bench.roofline.measure_ceilings", lambda dtype, method: Ceilings(4580.0, 1, 790.0, dtype)
+        )
+        monkeypatch.setattr("flash_decoding.bench.profiling.profile_step", self.profile_step)
+        monkeypatch.setattr("flash_decoding.bench.profiling.time_step", lambda case, method: Timed(20.0, 0.1, [20.0]))
+
+    @staticmethod
+    def profile_step(case: Case, gpu: Gpu, num_splits: int | None, method: Method) -> StepProfile:
+        plan = profiling.plan_of(case.shape, case.dtype, gpu, num_splits)
+        sizes = profiling.sizes_of(case.shape, case.dtype, plan.tile)
+        chunk = Launch("chunk", 0.0, 9.0, 64, 64, 200, 70_000)
+        kernels = profiling.summarise([chunk], sizes, plan.num_splits, gpu)
+        return StepProfile(case, plan.num_splits, sizes.row_tiles, Timed(10.0, 0.1, [10.0]), kernels, None, None)
+
+    def test_the_article_s_ratio(self, tmp_path: Path):
+        output = call("profile", "1,8,2,8192,64", "--no-ncu", "--json", str(tmp_path / "p.json"))
+        assert "D 128 ÷ D 64 ≈ 2: 2.00" in output
+        assert "tiles of rows" not in output
+        (step,) = json.loads((tmp_path / "p.json").read_text())["steps"]
+        assert step["checks"]["wide_over_narrow"] == 2.0
+
+    @pytest.mark.parametrize("error", [MemoryError("no room"), ValueError("refused"), RuntimeError("no kernel")])
+    def test_a_twin_that_fails_loses_no_result(self, monkeypatch, tmp_path: Path, error: Exception):
+        def fail(case, method):
+            raise error
+
+        monkeypatch.setattr("flash_decoding.bench.profiling.time_step", fail)
+        output = call("profile", "1,8,2,8192,64", "--no-ncu", "--json", str(tmp_path / "p.json"))
+        assert f"D 128 ÷ D 64 not measured: {error}" in output
+        (step,) = json.loads((tmp_path / "p.json").read_text())["steps"]
+        assert step["us"] == 10.0
+        assert step["checks"]["wide_over_narrow"] is None
+
+    def test_no_twin_of_an_odd_head_size(self):
+        output = call("profile", "1,8,2,8192,136", "--no-ncu")
+        assert "D 136 ÷ D 68 not measured: the library has no head size 68" in output
+
+    def test_a_shape_that_is_refused_does_not_end_the_others(self, monkeypatch, tmp_path: Path):
+        def refuse_one(case, *rest):
+            if case.shape.batch == 3:
+                raise ValueError("batch must not be 3")
+            return self.profile_step(case, *rest)
+
+        monkeypatch.setattr("flash_decoding.bench.profiling.profile_step", refuse_one)
+        output = call("profile", "3,8,2,64,64", "1,8,2,64,64", "--no-ncu", "--json", str(tmp_path / "p.json"))
+        assert "b3-h8x2-n64-d64: batch must not be 3" in output
+        (step,) = json.loads((tmp_path / "p.json").read_text())["steps"]
+        assert step["case"]["name"] == "b1-h8x2-n64-d64"
+
+    def test_several_tiles_of_rows_are_told(self, tmp_path: Path):
+        options = ("--no-ncu", "--dtype", "float32", "--num-splits", "2", "--json", str(tmp_path / "p.json"))
+        assert "fill 2 tiles of rows, and each reads K and V" in call("profile", "1,32,2,8192,128", *options)
+        (step,) = json.loads((tmp_path / "p.json").read_text())["steps"]
+        assert step["row_tiles"] == 2
+        assert step["kernels"][0]["work"]["bytes_moved"] > 2 * 2 * 2 * 8192 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--num-splits", "20000"], "--num-splits must be at most 16384, got 20000"),
+        (["--num-splits", "0"], "--num-splits must be at least 1, got 0"),
+        *[([f"1,2,2,64,{d}"], f"D must be a multiple of 8 from 16 to 256, got {d}") for d in BAD_D],
+    ],
+)
+def test_profile_refuses_in_one_sentence(arguments: list[str], sentence: str):
+    assert sentence in call("profile", *arguments, code=2)
 
 
 @no_gpu

@@ -54,14 +54,14 @@ def test_every_tile_of_rows_reads_k_and_v_again():
     assert reduce_work(thrice, 4) == reduce_work(once, 4)
 
 
-def test_tiles_of_rows_are_programs_of_their_own_and_share_what_is_read():
+def test_tiles_of_rows_are_programs_of_their_own():
     once, twice = (predict(replace(LONG, row_tiles=tiles), 16, 64, H200) for tiles in (1, 2))
     assert (once.programs, twice.programs) == (2 * 8 * 16, 2 * 2 * 8 * 16)
     assert (once.waves, twice.waves) == (1, 2)
     assert twice.floor_us == once.floor_us
     assert twice.reduce_us == once.reduce_us
-    # Twice the reads take longer, as each processor's share is limited, but K and V come from memory once.
-    assert once.chunk_us < twice.chunk_us < 2 * once.chunk_us
+    read_us = kv_bytes(LONG) / H200.bytes_per_us
+    assert twice.chunk_us - once.chunk_us == pytest.approx(read_us, rel=0.02)
     problems = [[span.problem for span in prediction.spans] for prediction in (once, twice)]
     assert sorted(problems[1]) == sorted(2 * problems[0])
     assert all(span.problem == 0 for span in schedule([1.0] * 3, H200, problems=2, row_tiles=3))
@@ -132,6 +132,15 @@ def test_splitting_fills_the_processors_and_saves_time():
     assert split.reduce_us > REDUCE_US
     assert split.total_us < 0.5 * unsplit.total_us
     assert split.total_us > split.floor_us
+
+
+def test_splits_without_keys_are_programs_that_take_no_time():
+    sizes = Sizes(64, 8, 8, 4096, 128, 128, 2)
+    full, empty = predict(sizes, 64, 64, H200), predict(sizes, 16384, 64, H200)
+    assert empty.programs == 64 * 8 * 16384
+    assert len(empty.spans) == len(full.spans) == 64 * 8 * 64
+    assert empty.chunk_us == full.chunk_us
+    assert predict(Sizes(1, 4, 4, 0, 64, 64, 2), 3, 64, H200).working_processors == 0
 
 
 def test_waves_count_the_rounds():

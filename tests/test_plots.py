@@ -88,6 +88,15 @@ def test_schedule_shows_idle_processors_and_the_gain():
     assert above.get_xlim() == below.get_xlim()
 
 
+def test_schedule_counts_the_programs_of_all_tiles_of_rows():
+    for row_tiles, headline in (
+        (1, "Unsplit: 4 programs, one per sequence and KV head"),
+        (3, "Unsplit: 12 programs, one per sequence, KV head and tile of query rows"),
+    ):
+        unsplit = predict(Sizes(2, 8, 2, 640, 64, 64, 2, row_tiles=row_tiles), 1, 64, Machine(24, 1, 258.0))
+        assert headline in texts(schedule_figure(unsplit, unsplit, 24, "processor", "title"))
+
+
 def test_schedule_of_a_full_device_says_so():
     sizes = Sizes(64, 8, 8, 128, 64, 64, 2)
     full = predict(sizes, 1, 64, Machine(24, 1, 258.0))

@@ -61,8 +61,8 @@ def require_supported(shapes: Sequence[Shape], num_splits: int | None) -> None:
 def describe_row_tiles(row_tiles: int) -> str:
     """What several tiles of query rows mean for the bytes read."""
     return (
-        f"The query heads of a KV head fill {row_tiles} tiles of rows, and each reads K and V; "
-        "all but the first mostly find them in the L2 cache."
+        f"The query heads of a KV head fill {row_tiles} tiles of rows, and each reads K and V, "
+        "all but the first mostly from the L2 cache."
     )
 
 

@@ -184,7 +184,7 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
     else:
         table.caption = "One split is enough here: the problems fill the device, or there are too few keys to share."
     if sizes.row_tiles > 1:
-        table.caption += f"\n{describe_row_tiles(sizes.row_tiles)}"
+        table.caption += f"\n{describe_row_tiles(sizes.row_tiles)} The prediction takes all reads to be from memory."
     return table
 
 
