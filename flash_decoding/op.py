@@ -6,6 +6,8 @@ microseconds, so an eager call does not go through it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,21 +33,21 @@ def run(
 
 _library = torch.library.Library("flash_decoding", "DEF")
 _library.define(
-    "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, float? scale, "
-    "Tensor? key_mask, int? num_splits, int? split_size, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()"
+    "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, Tensor? block_table, "
+    "Tensor? q_lens, float? scale, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? key_mask, Tensor? tree_mask, int? num_splits, int? split_size, str backend, "
+    "Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
 
 
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, layout: str, kv_lens: Tensor | None, kv_start: Tensor | None, scale: float | None,
-    key_mask: Tensor | None, num_splits: int | None, split_size: int | None, backend: str,
-    out: Tensor, lse: Tensor | None,
-) -> None:  # fmt: skip
-    call = Call(q, k, v, layout, kv_lens, kv_start, scale, key_mask, num_splits, split_size, out, lse)
+def _decode(*arguments: Any) -> None:
+    """The arguments of the schema: those of Call up to out, with the backend before it."""
+    *options, backend, out, lse = arguments
+    call = Call(*options, out, lse)
     run(make_problem(call), call, backend, None, out, lse)
 
 
-def _decode_fake(*_args: object) -> None:
+def _decode_fake(*_arguments: Any) -> None:
     """Nothing to infer: the outputs are arguments."""
 
 
