@@ -47,7 +47,7 @@ bench: $(DEMO)
 	$(BIN)/flash-decoding bench --results-dir benchmarks/results $(ARGS)
 
 results: $(DEMO)
-	$(BIN)/flash-decoding bench $(addprefix --report ,$(README_RESULTS)) --merge --plot docs/h200 --readme README.md
+	$(BIN)/flash-decoding bench $(addprefix --report ,$(README_RESULTS)) --merge --plot docs/images/h200 --readme README.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
