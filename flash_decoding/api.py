@@ -42,7 +42,8 @@ def flash_decode(
 
     The keys are cut into splits, every split gives a partial softmax, and the partials are merged exactly: the result
     is that of softmax(scale q k^T) v. Query head i reads KV head i // (Hq / Hkv), and K and V are read once for all
-    query heads of their group. There is no backward.
+    query heads of their group (on a GPU up to 64 of them at a time, 32 for heads wider than 128, 8 in float32). There
+    is no backward.
 
     Args:
         q: [B, Hq, Lq, D], float16, bfloat16 or float32; Lq from 1 to 64 tokens, the last ones of each sequence. D a
@@ -75,7 +76,7 @@ def flash_decode(
         split_size: keys per split instead; a sequence's result then has the same bits whatever else is in the batch.
         return_lse: return (out, lse) instead of out.
         out, lse: where to write; None allocates. out has the shape and dtype of the result, with any strides whose last
-            is 1; lse is [B, Hq, Lq] float32 and contiguous.
+            is 1, and overlaps neither itself nor an input; lse is [B, Hq, Lq] float32 and contiguous.
         workspace: scratch owned by the caller; None uses the library's own, one per device, stream and thread.
         backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
         check: also read lengths and page ids on a GPU and refuse those outside the cache; synchronises.
@@ -98,10 +99,12 @@ def flash_decode(
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
     call = Call(
-        q, k, v, layout, kv_lens, kv_start, block_table, q_lens, scale, causal, window, softcap, alibi_slopes, sinks,
-        key_mask, tree_mask, num_splits, split_size, out, lse, check,
+        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, block_table=block_table, q_lens=q_lens,
+        scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        key_mask=key_mask, tree_mask=tree_mask, num_splits=num_splits, split_size=split_size, out=out, lse=lse,
+        check=check,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _is_traced(q, k, v):
         return _traced(call, return_lse, workspace, backend)
     problem = make_problem(call)
     for error in backends.find_backend_errors(backend, q.device):
@@ -156,8 +159,10 @@ def explain(
         ['heads_q must be a positive multiple of heads_kv, got 6 and 4']
     """
     call = Call(
-        q, k, v, layout, kv_lens, kv_start, block_table, q_lens, scale, causal, window, softcap, alibi_slopes, sinks,
-        key_mask, tree_mask, num_splits, split_size, out, lse, check,
+        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, block_table=block_table, q_lens=q_lens,
+        scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        key_mask=key_mask, tree_mask=tree_mask, num_splits=num_splits, split_size=split_size, out=out, lse=lse,
+        check=check,
     )  # fmt: skip
     reasons = [str(error) for error in find_errors(call)]
     if isinstance(q, Tensor):
@@ -167,13 +172,38 @@ def explain(
     return reasons
 
 
+# The types whose memory a kernel may touch; anything else belongs to the dispatcher.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the call is being recorded, or its tensors have no memory of their own: then it goes through the op."""
+    if torch.compiler.is_compiling():
+        return True
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(isinstance(x, Tensor) and not _has_memory(x) for x in (q, k, v))
+    )
+
+
+def _has_memory(x: Tensor) -> bool:
+    return type(x) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _traced(call: Call, return_lse: bool, workspace: Workspace | None, backend: str) -> Tensor | tuple[Tensor, Tensor]:
-    """The call as torch.compile sees it: outputs made in the graph, and one op that checks and fills them when run."""
+    """The call as a tracer sees it: outputs made in the graph, and one op that fills them and checks the rest."""
     if workspace is not None:
-        raise ValueError("workspace must be None under torch.compile, whose graphs own their scratch")
-    q, out, lse = call.q, call.out, call.lse
+        raise ValueError("workspace must be None where the call is traced: graphs own their scratch")
+    if call.check:
+        raise ValueError("check must be False where the call is traced: it reads lengths on the host")
+    q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "q, k and v must not require a gradient, there is no backward; use torch.no_grad() or detach()"
+        )
     if out is None:
-        out = q.new_empty((*q.shape[:3], call.v.shape[3]))
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     if return_lse and lse is None:
         heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
         lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)

@@ -41,6 +41,7 @@ class Sizes:
     value_dim: int
     itemsize: int  # bytes per element of q, k, v and out
     q_len: int = 1
+    row_tiles: int = 1  # programs per KV head and split, where one does not hold all query rows; each reads K and V
 
     @property
     def problems(self) -> int:
@@ -66,7 +67,7 @@ class Work(NamedTuple):
 
 
 def kv_bytes(sizes: Sizes) -> int:
-    """Bytes of K and V, each read once."""
+    """Bytes of K and V: what must come from memory once, however many programs read it."""
     return sizes.problems * sizes.kv_len * (sizes.head_dim + sizes.value_dim) * sizes.itemsize
 
 
@@ -76,11 +77,12 @@ def partial_bytes(sizes: Sizes, num_splits: int) -> int:
 
 
 def chunk_work(sizes: Sizes, num_splits: int) -> Work:
-    """The chunk kernel: reads q, K and V, writes the partials, or the output when there is one split."""
+    """The chunk kernel: reads q once and K and V once per tile of query rows, whether from memory or from the L2
+    cache; writes the partials, or the output when there is one split."""
     q_bytes = sizes.rows * sizes.head_dim * sizes.itemsize
     written = partial_bytes(sizes, num_splits) or sizes.rows * sizes.value_dim * sizes.itemsize
     flops = 2 * sizes.rows * sizes.kv_len * (sizes.head_dim + sizes.value_dim)
-    return Work(kv_bytes(sizes) + q_bytes + written, flops)
+    return Work(sizes.row_tiles * kv_bytes(sizes) + q_bytes + written, flops)
 
 
 def reduce_work(sizes: Sizes, num_splits: int) -> Work:
@@ -148,8 +150,8 @@ def predict(sizes: Sizes, num_splits: int, block_n: int, machine: Machine) -> Pr
     """
     lengths = split_lengths(sizes.kv_len, num_splits, block_n)
     per_key = (sizes.head_dim + sizes.value_dim) * sizes.itemsize
-    loads = [length * per_key for length in lengths for _ in range(sizes.problems)]
-    spans = schedule(loads, machine, sizes.problems)
+    loads = [length * per_key for length in lengths for _ in range(sizes.problems * sizes.row_tiles)]
+    spans = schedule(loads, machine, sizes.problems, sizes.row_tiles)
     end = max((span.stop for span in spans), default=0.0)
     worked = sum(span.stop - span.start for span in spans)
     reduce = REDUCE_US + partial_bytes(sizes, num_splits) / machine.bytes_per_us if num_splits > 1 else 0.0
@@ -174,12 +176,17 @@ def split_lengths(kv_len: int, num_splits: int, block_n: int) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-def schedule(loads: Sequence[float], machine: Machine, problems: int) -> list[Span]:
+def schedule(loads: Sequence[float], machine: Machine, problems: int, row_tiles: int = 1) -> list[Span]:
     """When and where each program runs.
 
+    The tiles of query rows of one problem start together and read the same keys. What one of them has read, the others
+    are assumed to find in the L2 cache, which costs their processors' share and nothing of the memory's bandwidth.
+
     Args:
-        loads: bytes per program, in launch order; program i belongs to problem i % problems.
+        loads: bytes per program, in launch order; program i belongs to problem i // row_tiles % problems.
     """
+    bytes_of = np.asarray(loads, float)
+    done = 1e-6 * bytes_of.max(initial=0.0)
     lanes = machine.processors * machine.resident
     alone = machine.boost * machine.bytes_per_us / machine.processors  # what one processor can draw by itself
     program = np.full(lanes, -1)  # lane i is on processor i % processors, as programs are dealt out
@@ -189,22 +196,23 @@ def schedule(loads: Sequence[float], machine: Machine, problems: int) -> list[Sp
     spans: list[Span] = []
     now, following = 0.0, 0
     while True:
-        for lane in np.flatnonzero(program < 0)[: len(loads) - following]:
-            program[lane], left[lane], began[lane] = following, loads[following], now
-            following += 1
+        free = np.flatnonzero(program < 0)[: len(loads) - following]
+        program[free] = np.arange(following, following + free.size)
+        left[free], began[free] = bytes_of[program[free]], now
+        following += free.size
         active = program >= 0
         if not active.any():
             return spans
         sharing = np.bincount(processor[active], minlength=machine.processors)[processor]
-        rate = np.minimum(machine.bytes_per_us / active.sum(), alone / np.maximum(sharing, 1))
+        rate = np.minimum(row_tiles * machine.bytes_per_us / active.sum(), alone / np.maximum(sharing, 1))
         rate = np.minimum(rate, machine.in_flight / TURNOVER_US)
         step = (left[active] / rate[active]).min()
         now += step
         left[active] -= rate[active] * step
-        for lane in np.flatnonzero(active & (left <= 1e-6 * max(loads))):
+        for lane in np.flatnonzero(active & (left <= done)):
             index = int(program[lane])
             where, row = int(lane) % machine.processors, int(lane) // machine.processors
-            spans.append(Span(where, row, float(began[lane]), now, index % problems))
+            spans.append(Span(where, row, float(began[lane]), now, index // row_tiles % problems))
             program[lane] = -1
 
 

@@ -32,6 +32,7 @@ def run(
 
 
 _library = torch.library.Library("flash_decoding", "DEF")
+# The fields of Call up to out, then the backend and the outputs.
 _library.define(
     "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, Tensor? block_table, "
     "Tensor? q_lens, float? scale, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "
@@ -41,10 +42,12 @@ _library.define(
 
 
 def _decode(*arguments: Any) -> None:
-    """The arguments of the schema: those of Call up to out, with the backend before it."""
     *options, backend, out, lse = arguments
-    call = Call(*options, out, lse)
-    run(make_problem(call), call, backend, None, out, lse)
+    call = Call._make((*options, out, lse, False))
+    problem = make_problem(call)
+    for error in backends.find_backend_errors(backend, call.q.device):
+        raise error
+    run(problem, call, backend, None, out, lse)
 
 
 def _decode_fake(*_arguments: Any) -> None:

@@ -13,8 +13,12 @@ LAYOUTS = ("bhnd", "bnhd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_VALUE_DIM, HEAD_DIM_STEP = 16, 576, 512, 8
 MAX_Q_LEN = 64
-# Partials of more splits would be larger than the caches they come from.
+# What a second grid axis holds, with room to spare; far beyond any useful count.
 MAX_SPLITS = 16384
+# Positions are 32-bit integers in the kernels, and a tile may reach past the last one.
+MAX_KV_LEN = 2**31 - 2**16
+# The scale is multiplied by log2(e) in float32.
+_MAX_SCALE = 2.0**126
 
 
 class Problem(NamedTuple):
@@ -119,12 +123,17 @@ def _signature(call: Call) -> tuple | None:
 
 
 def find_errors(call: Call) -> Iterator[Exception]:
-    """Every reason to refuse the call, the basic ones first; reads no device memory unless call.check."""
-    basic = list(_type_errors(call)) or list(_rank_errors(call))
-    yield from basic
-    if not basic:
+    """Every reason to refuse the call that can be told; reads no device memory unless call.check."""
+    yield from _option_errors(call)
+    kinds = list(_kind_errors(call))
+    yield from kinds
+    if kinds or call.layout not in LAYOUTS:
+        return
+    yield from _dtype_errors(call)
+    ranks = list(_rank_errors(call))
+    yield from ranks
+    if not ranks:
         yield from _shape_errors(call)
-        yield from _split_errors(call)
         yield from _state_errors(call)
 
 
@@ -133,19 +142,10 @@ _ARRAYS = (
 )  # fmt: skip
 
 
-def _type_errors(call: Call) -> Iterator[Exception]:
-    for name in ("q", "k", "v"):
-        x = getattr(call, name)
-        if not isinstance(x, Tensor):
-            yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    for name in _ARRAYS:
-        x = getattr(call, name)
-        if x is not None and not isinstance(x, Tensor):
-            yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+def _option_errors(call: Call) -> Iterator[Exception]:
+    """Options that are wrong whatever the arrays are."""
     if call.layout not in LAYOUTS:
         yield ValueError(f"layout must be one of {list(LAYOUTS)}, got {call.layout!r}")
-    if not isinstance(call.causal, bool):
-        yield TypeError(f"causal must be a bool, got {type(call.causal).__name__}")
     for name in ("scale", "softcap"):
         x = getattr(call, name)
         if x is None:
@@ -154,15 +154,53 @@ def _type_errors(call: Call) -> Iterator[Exception]:
             yield TypeError(f"{name} must be a number or None, got {type(x).__name__}")
         elif not math.isfinite(x):
             yield ValueError(f"{name} must be finite, got {x}")
+        elif abs(x) > _MAX_SCALE:
+            yield ValueError(f"{name} must be at most {_MAX_SCALE:.3g} in magnitude, got {x}")
         elif name == "softcap" and x < 0:
             yield ValueError(f"softcap must be at least 0, where 0 means off, got {x}")
-    if call.window is not None:
-        if isinstance(call.window, bool) or not isinstance(call.window, int):
-            yield TypeError(f"window must be an int or None, got {type(call.window).__name__}")
-        elif call.window < 0:
-            yield ValueError(
-                f"window must be at least 0 (keys left of the query's own), got {call.window}; None means off"
-            )
+    window = call.window
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            yield TypeError(f"window must be an int or None, got {type(window).__name__}")
+        elif window < 0:
+            yield ValueError(f"window must be at least 0 keys left of the query's own, got {window}; None means off")
+    for name in ("causal", "check"):
+        x = getattr(call, name)
+        if not isinstance(x, bool):
+            yield TypeError(f"{name} must be a bool, got {type(x).__name__}")
+    if call.tree_mask is not None and call.causal is False:
+        yield ValueError("causal must be True with tree_mask, which takes its place among the new tokens, got False")
+    for name, most in (("num_splits", MAX_SPLITS), ("split_size", MAX_KV_LEN)):
+        x = getattr(call, name)
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
+            yield TypeError(f"{name} must be an int or None, got {type(x).__name__}")
+        elif x is not None and not 1 <= x <= most:
+            yield ValueError(f"{name} must be from 1 to {most}, got {x}; None means automatic")
+    if call.num_splits is not None and call.split_size is not None:
+        yield ValueError(f"split_size must be None when num_splits is given, got {call.split_size}")
+
+
+def _kind_errors(call: Call) -> Iterator[Exception]:
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
+        if not isinstance(x, Tensor):
+            yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        elif x.layout != torch.strided:
+            yield TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+    for name in _ARRAYS:
+        x = getattr(call, name)
+        if x is not None and not isinstance(x, Tensor):
+            yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+
+
+def _dtype_errors(call: Call) -> Iterator[Exception]:
+    q = call.q
+    if q.dtype not in DTYPES:
+        yield TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    for name in ("k", "v"):
+        x = getattr(call, name)
+        if x.dtype != q.dtype:
+            yield TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
 
 def _rank_errors(call: Call) -> Iterator[Exception]:
@@ -171,13 +209,6 @@ def _rank_errors(call: Call) -> Iterator[Exception]:
         x = getattr(call, name)
         if x.ndim != 4:
             yield ValueError(f"{name} must have shape {shape} for layout {call.layout!r}, got {list(x.shape)}")
-    q = call.q
-    if q.dtype not in DTYPES:
-        yield TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
-    for name in ("k", "v"):
-        x = getattr(call, name)
-        if x.dtype != q.dtype:
-            yield TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
 
 def _shape_errors(call: Call) -> Iterator[Exception]:
@@ -205,6 +236,12 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
     for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
         if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= most:
             yield ValueError(f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}, got {width}")
+    capacity = _capacity(call)
+    if capacity > MAX_KV_LEN:
+        yield ValueError(f"k must hold at most {MAX_KV_LEN} keys, got {capacity}")
+    split_size = call.split_size
+    if isinstance(split_size, int) and split_size >= 1 and capacity > split_size * MAX_SPLITS:
+        yield ValueError(f"split_size must cut {capacity} keys into at most {MAX_SPLITS} splits, got {split_size}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() and x.stride(3) != 1:
             yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
@@ -223,6 +260,8 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"out must be on the device of q, {q.device}, got {out.device}")
         if out.numel() and out.stride(-1) != 1:
             yield ValueError(f"out must have a contiguous last axis, got strides {list(out.stride())}")
+        if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+            yield ValueError(f"out must not overlap itself, got strides {list(out.stride())}")
     if lse is not None:
         if lse.dtype != torch.float32:
             yield TypeError(f"lse must be float32, got {lse.dtype}")
@@ -266,39 +305,18 @@ def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int)
             yield ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
         if x.device != call.q.device:
             yield ValueError(f"{name} must be on the device of q, {call.q.device}, got {x.device}")
-    if call.tree_mask is not None and not call.causal:
-        yield ValueError("causal must be True with tree_mask, which takes its place among the new tokens, got False")
-
-
-def _split_errors(call: Call) -> Iterator[Exception]:
-    for name in ("num_splits", "split_size"):
-        x = getattr(call, name)
-        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
-            yield TypeError(f"{name} must be an int or None, got {type(x).__name__}")
-            return
-    if call.num_splits is not None and call.split_size is not None:
-        yield ValueError(
-            f"split_size must be None when num_splits is given, got {call.split_size} and {call.num_splits}"
-        )
-    if call.num_splits is not None and not 1 <= call.num_splits <= MAX_SPLITS:
-        yield ValueError(f"num_splits must be from 1 to {MAX_SPLITS}, got {call.num_splits}; None means automatic")
-    if call.split_size is not None:
-        kv_len = _capacity(call)
-        if call.split_size < 1 or kv_len > call.split_size * MAX_SPLITS:
-            yield ValueError(
-                f"split_size must be at least 1 and cut {kv_len} keys into at most {MAX_SPLITS} splits, "
-                f"got {call.split_size}"
-            )
 
 
 def _state_errors(call: Call) -> Iterator[Exception]:
-    """What may differ between calls of one signature: gradients, and lengths where looking at them costs no wait."""
-    if torch.is_grad_enabled():
-        for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-            if x.requires_grad:
-                yield ValueError(
-                    f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
-                )
+    """What may differ between calls of one signature: flags of tensors, and lengths where looking costs no wait."""
+    recording = torch.is_grad_enabled()
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if recording and x.requires_grad:
+            yield ValueError(
+                f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
+            )
+        if x.is_neg():
+            yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
     for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start), ("q_lens", call.q_lens)):
         if lens is None or lens.numel() == 0 or not (call.check or lens.device.type == "cpu"):
             continue

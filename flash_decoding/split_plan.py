@@ -138,6 +138,7 @@ def programs_per_processor(tile: Tile, element_size: int) -> int:
     return -(-_BYTES_IN_FLIGHT // in_flight)
 
 
+@lru_cache(maxsize=4096)
 def choose_num_splits(problems: int, tiles: int, slots: int) -> int:
     """The fewest splits per problem whose predicted time is within a few percent of the least.
 

@@ -25,7 +25,8 @@ class Workspace:
 
     Without one, flash_decode() keeps its own per device, stream and thread. Pass one to own that memory, or to be sure
     that a call allocates nothing. It grows when a call needs more, but never while a CUDA graph is captured: reserve
-    enough before. Two calls that may run at the same time must not share one.
+    enough before. Two calls that may run at the same time must not share one. Make it on the stream that uses it, and
+    keep it as long as any graph that was captured with it.
 
     Args:
         size_bytes: what to allocate now; 0 leaves it to the first call that needs some.
@@ -43,6 +44,8 @@ class Workspace:
         self._buffer: Tensor | None = None
         self._partials: dict[tuple[int, ...], Partial] = {}
         self._captured: list[Tensor] = []  # buffers whose address is inside a CUDA graph
+        if size_bytes < 0:
+            raise ValueError(f"size_bytes must be at least 0, got {size_bytes}")
         if size_bytes:
             if device is None:
                 raise ValueError("device must be given with size_bytes, got None")

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from flash_decoding import workspace
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -47,6 +49,17 @@ def poisoned_scratch(request, monkeypatch):
         return x.fill_(float("nan")) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(workspace, "_owned", workspace._Owned())  # nothing is left over from another test
+    partial = workspace.Workspace.partial
+
+    def poisoned_partial(self, num_splits, rows, value_dim, device):
+        views = partial(self, num_splits, rows, value_dim, device)
+        if device.type == "cpu":  # on a GPU this would be one more kernel to count and to capture
+            for view in views:
+                view.fill_(float("nan"))
+        return views
+
+    monkeypatch.setattr(workspace.Workspace, "partial", poisoned_partial)
 
 
 @pytest.fixture(autouse=True)

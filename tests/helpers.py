@@ -75,6 +75,9 @@ def assert_matches(out, lse, q, k, v, *, atol=None, **options):
 def decode_and_check(target, q, k, v, *, atol=None, plan=None, **options):
     """flash_decode(...) with lse, held against the reference; plan holds num_splits or split_size."""
     out, lse = flash_decode(q, k, v, return_lse=True, backend=target.backend, **(plan or {}), **options)
+    if atol is None and target == ("triton", "cpu"):
+        # The interpreter adds float32 numbers one after the other, in an order that no GPU has.
+        atol = LOOSE[q.dtype] * max(1.0, v.abs().max().item() if v.numel() else 1.0)
     assert_matches(out, lse, q, k, v, atol=atol, **options)
     return out, lse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +13,9 @@ from flash_decoding.bench import measure
 from flash_decoding.bench.measure import make_stage, measure_case, measure_peer
 from flash_decoding.bench.peers import OURS, Peer, Prepared
 from flash_decoding.bench.read_floor import Floor
+from flash_decoding.bench.results import empty_row
 from flash_decoding.bench.run import _build_jobs, build_peers, run
-from flash_decoding.bench.timing import Method
+from flash_decoding.bench.timing import Method, Timed
 from flash_decoding.bench.workloads import SUITES, Case, Shape
 
 CASE = Case("x", "small", Shape(1, 4, 2, 100, 32), "float32", "cpu")
@@ -57,9 +59,23 @@ def test_the_fastest_variant_counts(stage):
     assert row["us_eager"] > 0
     assert row["us_eager_spread"] >= 0
     assert row["us_graph"] is None
+    assert len(row["us_eager_repeats"]) >= QUICK.cpu_repeats
+    assert row["us_eager"] == pytest.approx(statistics.median(row["us_eager_repeats"]), abs=2e-3)
     assert row["max_abs_err"] < 1e-6
     assert row["read_floor_us"] == round(stage.floor.us, 3)
     assert row["bytes"] == CASE.kv_bytes
+
+
+def test_a_gpu_row_keeps_the_repeats_of_both_times(stage, monkeypatch):
+    times = Timed(2.0, 4.0, [1.0, 2.0, 5.0])
+    monkeypatch.setattr(measure, "capture", lambda calls: ("graph", [call() for call in calls]))
+    monkeypatch.setattr(measure, "time_graph", lambda graph, *args, **options: times)
+    monkeypatch.setattr(measure, "time_eager", lambda calls, us, method: (times, times))
+    monkeypatch.setattr(measure, "max_abs_err", lambda out, want: 0.0)
+    prepared = Prepared("", [lambda: torch.zeros(1)] * 2)
+    row = measure._measure_on_gpu(prepared, stage, QUICK)["finish"]()
+    assert row["us_graph_repeats"] == row["us_eager_repeats"] == [1.0, 2.0, 5.0]
+    assert row.keys() <= empty_row(CASE, "x", "ok").keys()
 
 
 def test_a_wrong_result_gets_no_number(stage):

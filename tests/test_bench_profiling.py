@@ -8,17 +8,19 @@ import pytest
 
 from flash_decoding.bench import profiling
 from flash_decoding.bench.profiling import (
-    choose_splits,
     find_gaps,
     parse_counters,
     parse_trace,
+    plan_of,
     read_counters,
+    sizes_of,
     summarise,
 )
 from flash_decoding.bench.workloads import Case, Shape
 from flash_decoding.hardware import find_gpu
 
 CASE = Case("profile", "x", Shape(1, 32, 8, 8192, 128), "bfloat16")
+SIZES = sizes_of(CASE.shape, CASE.dtype, plan_of(CASE.shape, CASE.dtype, find_gpu("h200")).tile)
 
 
 def event(name: str, start: float, length: float, grid: list[int], **facts) -> dict:
@@ -57,7 +59,7 @@ def test_gaps_of_a_single_kernel():
 
 def test_summary_of_both_kernels():
     gpu = find_gpu("h200")
-    chunk, reduce = summarise(parse_trace(TRACE), profiling.sizes_of(CASE), 33, gpu)
+    chunk, reduce = summarise(parse_trace(TRACE), SIZES, 33, gpu)
     assert (chunk.us, chunk.us_spread, chunk.num_warps) == (12.5, 2.0, 2)
     assert chunk.resident == 3  # shared memory allows three, registers five
     assert chunk.waves == pytest.approx(264 / (3 * 132))
@@ -68,12 +70,23 @@ def test_summary_of_both_kernels():
 
 def test_an_unsplit_step_has_one_kernel():
     launches = [launch for launch in parse_trace(TRACE) if launch.kernel == "chunk"]
-    assert [kernel.kernel for kernel in summarise(launches, profiling.sizes_of(CASE), 1, find_gpu("h200"))] == ["chunk"]
+    assert [kernel.kernel for kernel in summarise(launches, SIZES, 1, find_gpu("h200"))] == ["chunk"]
 
 
 def test_the_library_s_own_choice_of_splits():
-    assert choose_splits(CASE, find_gpu("h200")) == 16
-    assert choose_splits(Case("x", "x", Shape(64, 32, 8, 512, 128), "bfloat16"), find_gpu("rtx4060")) == 1
+    assert plan_of(CASE.shape, "bfloat16", find_gpu("h200")).num_splits == 16
+    assert plan_of(Shape(64, 32, 8, 512, 128), "bfloat16", find_gpu("rtx4060")).num_splits == 1
+
+
+# Query heads per KV head at, and one beyond, what one program holds: 8 in float32, 64, and 32 beyond D 128.
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype", "row_tiles"),
+    [(8, 128, "float32", 1), (9, 128, "float32", 2), (16, 64, "float32", 2), (64, 128, "bfloat16", 1),
+     (65, 128, "bfloat16", 2), (32, 256, "float16", 1), (33, 136, "float16", 2)],
+)  # fmt: skip
+def test_row_tiles_of_the_library_s_tiles(group: int, head_dim: int, dtype: str, row_tiles: int):
+    shape = Shape(1, 2 * group, 2, 1000, head_dim)
+    assert sizes_of(shape, dtype, plan_of(shape, dtype, find_gpu("h200")).tile).row_tiles == row_tiles
 
 
 NCU = """==PROF== Connected to process 1

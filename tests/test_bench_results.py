@@ -52,8 +52,7 @@ ROWS = [
 
 
 def test_written_results_read_back(tmp_path: Path):
-    results = new_results(ENVIRONMENT, Method())
-    results["rows"] += ROWS
+    results = new_results(ENVIRONMENT, Method(), ROWS)
     path = tmp_path / "deep" / "serving.json"
     write_results(path, results)
     assert read_results(path) == json.loads(json.dumps(results))
@@ -62,9 +61,17 @@ def test_written_results_read_back(tmp_path: Path):
     assert read_results(path)["rows"] == []
 
 
+def test_files_from_before_the_plain_call_s_repeats_were_kept_are_read(tmp_path: Path):
+    old = [{key: value for key, value in row.items() if key != "us_eager_repeats"} for row in ROWS]
+    write_results(tmp_path / "old.json", new_results(ENVIRONMENT, Method(), old))
+    rows = read_results(tmp_path / "old.json")["rows"]
+    assert "us_eager_repeats" not in rows[0]
+    assert to_markdown(rows, ENVIRONMENT) == to_markdown(ROWS, ENVIRONMENT)
+
+
 def test_one_row_is_one_line(tmp_path: Path):
     path = tmp_path / "x.json"
-    write_results(path, new_results(ENVIRONMENT, Method()) | {"rows": ROWS})
+    write_results(path, new_results(ENVIRONMENT, Method(), ROWS))
     assert sum('"impl"' in line for line in path.read_text().splitlines()) == len(ROWS)
 
 

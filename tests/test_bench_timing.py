@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from flash_decoding import flash_decode, reference
+from flash_decoding.bench import read_floor
 from flash_decoding.bench.read_floor import Floor, measure_floor
 from flash_decoding.bench.timing import (
     Inputs,
     Method,
+    Timed,
     capture,
     count_copies,
     error_limit,
@@ -93,6 +95,15 @@ def test_cpu_floor_counts_both_arrays():
     assert floor.us > 0
     assert floor.gb_per_s == pytest.approx(case.kv_bytes / floor.us / 1e3)
     assert "threads" in floor.setting
+
+
+def test_cpu_floor_is_a_median_as_our_times_are(monkeypatch):
+    times = {1: Timed(30.0, 50.0, [10.0, 30.0, 60.0]), 2: Timed(20.0, 9.0, [15.0, 20.0, 24.0])}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(read_floor, "_make_cpu_read", lambda copy, threads: threads)
+    monkeypatch.setattr(read_floor, "time_cpu", lambda calls, method: times[calls[0]])
+    # The smallest repeat of all belongs to one thread; the smallest median is that of two.
+    assert measure_floor(make_inputs(SMALL, 2, seed=0), Method()) == Floor(2 * 2 * 2 * 77 * 32 * 4, 20.0, "numba, 2 threads")
 
 
 def test_floor_bandwidth():

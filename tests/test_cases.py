@@ -174,15 +174,18 @@ def test_c017_query_head_i_reads_kv_head_i_over_g(target, heads, dtype):
 
 
 def test_c018_a_group_of_seven_is_as_exact_as_its_expansion(target):
-    grouped, expanded = [], []
+    seven, expanded, eight = [], [], []
     for seed in range(10):
         torch.manual_seed(seed)
-        q, k, v = make_inputs(1, 28, 4, 256, 128, torch.bfloat16, target.device)
+        q, k, v = make_inputs(1, 32, 4, 256, 128, torch.bfloat16, target.device)
         want = reference(q, k, v)
-        grouped.append(max_error(flash_decode(q, k, v, backend=target.backend), want))
+        eight.append(max_error(flash_decode(q, k, v, backend=target.backend), want))
+        q, want = (x.unflatten(1, (4, 8))[:, :, :7].flatten(1, 2) for x in (q, want))
+        seven.append(max_error(flash_decode(q, k, v, backend=target.backend), want))
         k, v = (x.repeat_interleave(7, dim=1) for x in (k, v))
         expanded.append(max_error(flash_decode(q, k, v, backend=target.backend), want))
-    assert max(grouped) <= 1.25 * max(expanded)
+    assert max(seven) <= 1.25 * max(expanded)
+    assert max(seven) <= 1.25 * max(eight)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -443,12 +446,12 @@ def test_c067_many_processes_share_one_empty_cache(target, tmp_path):
     """
     import os
 
-    for round_ in range(2):
+    for round_ in range(2):  # each compiles in every process: five rounds would take minutes on two cores
         cache = str(tmp_path / str(round_))
         env = os.environ | {"NUMBA_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         running = [
             subprocess.Popen([sys.executable, "-c", program, target.device], env=env, stderr=subprocess.PIPE, text=True)
-            for _ in range(4)
+            for _ in range(8)
         ]
         for process in running:
             _, errors = process.communicate(timeout=240)

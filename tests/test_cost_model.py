@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,6 +43,28 @@ def test_chunk_work_counts_two_products():
     assert work.bytes_moved == 8 * 8192 * 192 * 2 + 32 * 128 * 2 + 32 * 64 * 2
     # Four query heads share each key: four times the FLOPs per byte of one.
     assert work.intensity == pytest.approx(4, rel=0.01)
+
+
+def test_every_tile_of_rows_reads_k_and_v_again():
+    once = Sizes(1, 128, 8, 8192, 128, 64, 2)
+    thrice = replace(once, row_tiles=3)
+    assert kv_bytes(thrice) == kv_bytes(once)
+    assert chunk_work(thrice, 4).bytes_moved - chunk_work(once, 4).bytes_moved == 2 * kv_bytes(once)
+    assert chunk_work(thrice, 4).flops == chunk_work(once, 4).flops
+    assert reduce_work(thrice, 4) == reduce_work(once, 4)
+
+
+def test_tiles_of_rows_are_programs_of_their_own_and_share_what_is_read():
+    once, twice = (predict(replace(LONG, row_tiles=tiles), 16, 64, H200) for tiles in (1, 2))
+    assert (once.programs, twice.programs) == (2 * 8 * 16, 2 * 2 * 8 * 16)
+    assert (once.waves, twice.waves) == (1, 2)
+    assert twice.floor_us == once.floor_us
+    assert twice.reduce_us == once.reduce_us
+    # Twice the reads take longer, as each processor's share is limited, but K and V come from memory once.
+    assert once.chunk_us < twice.chunk_us < 2 * once.chunk_us
+    problems = [[span.problem for span in prediction.spans] for prediction in (once, twice)]
+    assert sorted(problems[1]) == sorted(2 * problems[0])
+    assert all(span.problem == 0 for span in schedule([1.0] * 3, H200, problems=2, row_tiles=3))
 
 
 def test_reduce_work_is_nothing_without_splits():
@@ -126,8 +149,7 @@ def test_unsplit_times_are_predicted_as_measured(suite):
     gpu = _FoundGpu("h200")
     for row in measured.values():
         shape = Shape(**row["shape"])
-        sizes = Sizes(shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, 2)
-        _, block_n, machine = gpu.choose(shape, "bfloat16", None)
+        sizes, _, block_n, machine = gpu.choose(shape, "bfloat16", None)
         predicted = predict(sizes, 1, block_n, machine).total_us
         # Below a few tiles per program, starting and ending are most of the time.
         if shape.kv_len >= 4096:

@@ -42,11 +42,19 @@ REFUSED = [
     (dict(scale=float("nan")), ValueError, "scale must be finite, got nan"),
     (dict(scale="1"), TypeError, "scale must be a number or None, got str"),
     (dict(num_splits=0), ValueError, "num_splits must be from 1 to 16384, got 0; None means automatic"),
-    (dict(num_splits=-1), ValueError, "num_splits must be from 1"),
-    (dict(num_splits=10**9), ValueError, "num_splits must be from 1"),
+    (dict(num_splits=-1), ValueError, "num_splits must be from 1 to 16384, got -1"),
+    (dict(num_splits=10**9), ValueError, "num_splits must be from 1 to 16384, got 1000000000"),
     (dict(num_splits=2.5), TypeError, "num_splits must be an int or None, got float"),
     (dict(num_splits=True), TypeError, "num_splits must be an int or None, got bool"),
-    (dict(split_size=0), ValueError, "split_size must be at least 1"),
+    (dict(split_size=0), ValueError, "split_size must be from 1 to"),
+    (dict(split_size=2**63), ValueError, "split_size must be from 1 to"),
+    (dict(k=K[:, :1].expand(2, 2, 10, 64)[:, :, :1].expand(2, 2, 20000, 64), v=V[:, :, :1].expand(2, 2, 20000, 64), split_size=1), ValueError, "split_size must cut 20000 keys into at most 16384 splits, got 1"),
+    (dict(k=K[:, :, :1].expand(2, 2, 2**31, 64), v=V[:, :, :1].expand(2, 2, 2**31, 64)), ValueError, "k must hold at most 2147418112 keys"),
+    (dict(scale=1e39), ValueError, "scale must be at most"),
+    (dict(check="no"), TypeError, "check must be a bool, got str"),
+    (dict(q=torch._neg_view(Q)), ValueError, "q must not be a negated view"),
+    (dict(q=Q.to_sparse()), TypeError, "q must be a dense tensor"),
+    (dict(out=torch.zeros(1, 1, 1, 64).expand(2, 4, 1, 64)), ValueError, "out must not overlap itself"),
     (dict(num_splits=2, split_size=5), ValueError, "split_size must be None when num_splits is given"),
     (dict(out=Q.half()), TypeError, "out must have the dtype of q"),
     (dict(out=Q[:1]), ValueError, r"out must have shape \[2, 4, 1, 64\], got \[1, 4, 1, 64\]"),
@@ -82,6 +90,7 @@ def test_explain_lists_every_reason_and_nothing_else():
     assert explain(Q, K, V, kv_lens=LENS, num_splits=3, workspace=Workspace()) == []
     reasons = explain(torch.zeros(2, 3, 1, 60), K, V[:, :, :9], num_splits=-1, backend="cpu")
     assert len(reasons) == 5, reasons
+    assert len(explain(Q, K.half(), V[..., :60], num_splits=2.5, split_size="a", scale="1")) == 6
     for name in ("heads_q", "head_dim", "k must", "v must", "num_splits"):
         assert sum(reason.startswith(name) for reason in reasons) == 1
 

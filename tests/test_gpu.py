@@ -74,15 +74,38 @@ def test_c061_one_kernel_unsplit_two_split(num_splits, launches):
 
 
 def test_c062_a_growing_cache_compiles_a_bounded_number_of_kernels():
+    from flash_decoding.backends.triton.chunk import _chunk_kernel
     from flash_decoding.backends.triton.launch import _compiled
+    from flash_decoding.backends.triton.reduce import _reduce_kernel
 
-    cache_k, cache_v = (torch.randn(1, 2, 1200, 72, device="cuda", dtype=torch.float16) for _ in "kv")
-    q = torch.randn(1, 8, 1, 72, device="cuda", dtype=torch.float16)
-    before = len(_compiled)
-    for kv_len in range(1, 1201, 7):
-        flash_decode(q, cache_k[:, :, :kv_len], cache_v[:, :, :kv_len])
-        flash_decode(q, cache_k[:, :, :kv_len].contiguous(), cache_v[:, :, :kv_len].contiguous())
-    assert len(_compiled) - before <= 8
+    def count():
+        return sum(
+            len(caches[0]) for kernel in (_chunk_kernel, _reduce_kernel) for caches in kernel.device_caches.values()
+        )
+
+    for head_dim in (64, 72):
+        cache_k, cache_v = (torch.randn(1, 2, 1200, head_dim, device="cuda", dtype=torch.float16) for _ in "kv")
+        q = torch.randn(1, 8, 1, head_dim, device="cuda", dtype=torch.float16)
+        before, started_before = count(), len(_compiled)
+        for kv_len in range(1, 1201, 7):
+            flash_decode(q, cache_k[:, :, :kv_len], cache_v[:, :, :kv_len])
+            flash_decode(q, cache_k[:, :, :kv_len].contiguous(), cache_v[:, :, :kv_len].contiguous())
+        assert 0 < count() - before <= 8
+        assert 0 < len(_compiled) - started_before <= 12
+
+
+def test_addresses_that_are_not_aligned_get_a_kernel_of_their_own():
+    """The same shape and strides, then K and V moved by 8 bytes: nothing of the aligned kernel may be reused."""
+    q, k, v = make_inputs(1, 8, 2, 500, 64, torch.float16, "cuda")
+    for shift in (0, 4, 0, 4):
+        moved = [
+            torch.zeros(x.numel() + 8, dtype=x.dtype, device="cuda")[shift : shift + x.numel()].view(x.shape)
+            for x in (k, v)
+        ]
+        for x, y in zip(moved, (k, v), strict=True):
+            x.copy_(y)
+        for num_splits in (1, 4):
+            assert_matches(flash_decode(q, *moved, num_splits=num_splits), None, q, k, v)
 
 
 def test_c049_a_thousand_replays_give_the_same_bits():

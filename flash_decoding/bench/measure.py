@@ -159,6 +159,7 @@ def _measure_on_gpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
             "us_graph_repeats": [_rounded(us) for us in timed.repeats],
             "us_eager": _rounded(wall.median),
             "us_eager_spread": _rounded(wall.spread),
+            "us_eager_repeats": [_rounded(us) for us in wall.repeats],
             "us_host": _rounded(host.median),
             "max_abs_err": max(errors),
         }
@@ -174,6 +175,7 @@ def _measure_on_cpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
         return {
             "us_eager": _rounded(timed.median),
             "us_eager_spread": _rounded(timed.spread),
+            "us_eager_repeats": [_rounded(us) for us in timed.repeats],
             "max_abs_err": error,
         }
 

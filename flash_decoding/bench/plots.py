@@ -145,7 +145,8 @@ def schedule_figure(unsplit: Prediction, split: Prediction, processors: int, pro
         _draw_schedule(axes, prediction, processors, processor)
         axes.set_xlim(0, end)
     problems = len({span.problem for span in unsplit.spans})
-    _headline(above, f"Unsplit: {problems} programs, one per sequence and KV head", unsplit, processors, processor)
+    each = "sequence and KV head" if unsplit.programs == problems else "sequence, KV head and tile of query rows"
+    _headline(above, f"Unsplit: {unsplit.programs} programs, one per {each}", unsplit, processors, processor)
     if split.num_splits > 1:
         what = f"Split over the keys: {split.num_splits} programs in place of each"
         _headline(below, what, split, processors, processor)

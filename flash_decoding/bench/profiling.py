@@ -22,9 +22,10 @@ import torch
 
 from flash_decoding.bench.measure import free_bytes
 from flash_decoding.bench.timing import Inputs, Method, Timed, capture, count_copies, make_inputs, time_graph
-from flash_decoding.bench.workloads import ITEMSIZE, Case
+from flash_decoding.bench.workloads import ITEMSIZE, Case, Shape
 from flash_decoding.cost_model import Sizes, Work, chunk_work, reduce_work
 from flash_decoding.hardware import Gpu, resident_programs
+from flash_decoding.split_plan import Plan, Tile, choose_plan
 
 KERNELS = {"chunk": "_chunk_kernel", "reduce": "_reduce_kernel"}
 # What Nsight Compute is asked for, and what each is called in the table.
@@ -84,27 +85,30 @@ class StepProfile:
 
     case: Case
     num_splits: int
+    row_tiles: int  # tiles of query rows per KV head; each reads K and V
     total: Timed
     kernels: list[KernelProfile]
     gap_inside_us: float | None  # end of the chunk kernel to start of the reduce kernel
     gap_between_us: float | None  # end of a step to start of the next
 
 
-def sizes_of(case: Case) -> Sizes:
-    s = case.shape
-    return Sizes(s.batch, s.heads_q, s.heads_kv, s.kv_len, s.head_dim, s.head_dim, ITEMSIZE[case.dtype])
-
-
-def choose_splits(case: Case, gpu: Gpu) -> int:
-    """What the library chooses for the case."""
-    from flash_decoding.split_plan import choose_plan
-
-    s = case.shape
+def plan_of(shape: Shape, dtype: str, gpu: Gpu, num_splits: int | None = None) -> Plan:
+    """The library's plan for a shape on a GPU."""
+    s = shape
     return choose_plan(
         batch=s.batch, heads_kv=s.heads_kv, group=s.group, q_len=1, kv_len=s.kv_len, head_dim=s.head_dim,
-        value_dim=s.head_dim, element_size=ITEMSIZE[case.dtype], processors=gpu.processors,
-        shared_memory=gpu.limits.shared_per_program,
-    ).num_splits  # fmt: skip
+        value_dim=s.head_dim, element_size=ITEMSIZE[dtype], processors=gpu.processors,
+        shared_memory=gpu.limits.shared_per_program, num_splits=num_splits,
+    )  # fmt: skip
+
+
+def sizes_of(shape: Shape, dtype: str, tile: Tile) -> Sizes:
+    """A shape as the cost model sees it when the chunk kernel works with this tile."""
+    s = shape
+    return Sizes(
+        s.batch, s.heads_q, s.heads_kv, s.kv_len, s.head_dim, s.head_dim, ITEMSIZE[dtype],
+        row_tiles=-(-s.group // tile.block_m),
+    )  # fmt: skip
 
 
 def draw_copies(case: Case, method: Method) -> list[Inputs]:
@@ -123,7 +127,8 @@ def profile_step(case: Case, gpu: Gpu, num_splits: int | None, method: Method) -
     """Time a decode step in a CUDA graph, then replay it under the profiler."""
     from flash_decoding import Workspace, flash_decode
 
-    splits = num_splits or choose_splits(case, gpu)
+    plan = plan_of(case.shape, case.dtype, gpu, num_splits)
+    sizes, splits = sizes_of(case.shape, case.dtype, plan.tile), plan.num_splits
     workspace = Workspace()
     calls: list[Any] = [
         partial(flash_decode, q, k, v, num_splits=splits, workspace=workspace) for q, k, v in draw_copies(case, method)
@@ -136,8 +141,8 @@ def profile_step(case: Case, gpu: Gpu, num_splits: int | None, method: Method) -
     if not launches:
         raise RuntimeError("the profiler recorded no kernel of this library")
     inside, between = find_gaps(launches)
-    kernels = summarise(launches, sizes_of(case), splits, gpu)
-    return StepProfile(case, splits, total, kernels, inside, between)
+    kernels = summarise(launches, sizes, splits, gpu)
+    return StepProfile(case, splits, sizes.row_tiles, total, kernels, inside, between)
 
 
 def time_step(case: Case, method: Method) -> Timed:

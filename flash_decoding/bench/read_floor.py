@@ -71,11 +71,13 @@ def make_read_calls(copies: Sequence[Inputs], setting: ReadSetting, processors: 
 
 
 def measure_floor(copies: Sequence[Inputs], method: Method) -> Floor:
-    """The floor of one copy's K and V bytes: all settings once, the best three at full length."""
+    """The floor of one copy's K and V bytes, the best of the settings' medians.
+
+    A GPU times all settings once and the best three at full length.
+    """
     device = copies[0].k.device
     kv_bytes = copies[0].k.nbytes + copies[0].v.nbytes
     if device.type == "cpu":
-        # The smallest of the repeats: other programs only ever add to it.
         return min(
             (_measure_cpu_floor(copies, threads, method) for threads in sorted({1, torch.get_num_threads()})),
             key=lambda floor: floor.us,
@@ -101,7 +103,7 @@ def measure_floor(copies: Sequence[Inputs], method: Method) -> Floor:
 def _measure_cpu_floor(copies: Sequence[Inputs], threads: int, method: Method) -> Floor:
     timed = time_cpu([_make_cpu_read(copy, threads) for copy in copies], method)
     kv_bytes = copies[0].k.nbytes + copies[0].v.nbytes
-    return Floor(kv_bytes, min(timed.repeats), f"numba, {threads} threads")
+    return Floor(kv_bytes, timed.median, f"numba, {threads} threads")
 
 
 def _make_cpu_read(copy: Inputs, threads: int) -> Callable[[], None]:

@@ -42,6 +42,7 @@ def empty_row(case: Case, impl: str, status: str) -> Row:
         "us_graph_repeats": None,
         "us_eager": None,
         "us_eager_spread": None,
+        "us_eager_repeats": None,
         "us_host": None,
         "plan_us": None,
         "read_floor_us": None,
@@ -146,8 +147,8 @@ def device_folder(environment: dict[str, Any], device: str) -> str:
     return "-".join(words)
 
 
-def new_results(environment: dict[str, Any], method: Method) -> Results:
-    return {"schema": SCHEMA, "environment": environment, "method": method.to_json(), "rows": []}
+def new_results(environment: dict[str, Any], method: Method, rows: Iterable[Row] = ()) -> Results:
+    return {"schema": SCHEMA, "environment": environment, "method": method.to_json(), "rows": list(rows)}
 
 
 def write_results(path: Path, results: Results) -> None:

@@ -44,9 +44,10 @@ class Method:
             "us_graph": "median time of one call inside a CUDA graph over all copies of the inputs",
             "us_graph_spread": "largest minus smallest of the repeats",
             "us_eager": "median wall time of one plain call in a loop, synchronised at the loop's end",
+            "us_eager_repeats": "the repeats whose median us_eager is",
             "us_host": "median time the host spends on one plain call",
-            "read_floor_us": "best time of a kernel that only reads as many bytes, same run, inputs as cold; "
-            "the median on a GPU, the smallest of the repeats on a CPU",
+            "read_floor_us": "best setting's median time of a kernel that only reads as many bytes, same run, "
+            "inputs as cold",
             "max_abs_err": "largest absolute difference from float64 on the stored inputs, checked before timing",
         }
 

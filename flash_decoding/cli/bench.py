@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flash_decoding.bench.peers import OURS
-from flash_decoding.bench.results import OK, Results, Row
+from flash_decoding.bench.results import OK, Row
+from flash_decoding.bench.timing import Method
 from flash_decoding.bench.workloads import SUITES, Case
+from flash_decoding.cli.common import fail
 
 console = Console()
 
@@ -51,6 +53,9 @@ def bench(
         list[Path] | None,
         typer.Option(help="Measure nothing: show these result files, or all files below these folders."),
     ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="With --report: a second run's results; show which medians it did not repeat.")
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Tables and picture of all suites as one.")] = False,
     readme: Annotated[
         Path | None, typer.Option(help="Rewrite the results between the marks of this document, with --report.")
@@ -61,27 +66,23 @@ def bench(
     Inputs are rotated so that caches are cold, each output is checked against float64 before it is timed, and the
     time of only reading the same bytes is measured in the same run. A peer that fails is shown with its reason.
     """
-    from flash_decoding.bench.document import merge_suites
-    from flash_decoding.bench.results import find_result_files, read_results
-
+    if threads is not None and threads < 1:
+        fail(f"--threads must be at least 1, got {threads}")
+    measuring = {"--suite": suite, "--shape": shape, "--dtype": dtype, "--peer": peer, "--threads": threads,
+                 "--json": json, "--results-dir": results_dir}  # fmt: skip
+    reporting = {"--compare": compare, "--merge": merge, "--readme": readme}
     if report:
-        try:
-            files = [read_results(path) for path in find_result_files(report)]
-        except ValueError as error:
-            raise _refuse(error) from None
-        rows = [row for results in files for row in results["rows"]]
-        if merge:
-            rows = merge_suites(rows)
-        _show(rows, files[0]["environment"])
-        _write_reports(rows, files[0]["environment"], markdown, plot, readme)
+        _refuse_given(measuring, "given without --report, which measures nothing")
+        _report(report, compare, merge, markdown, plot, readme)
         return
+    _refuse_given(reporting, "given with --report")
     cases = _choose(suite, shape, dtype, device)
     names = None if not peer else [name for name in peer if name != "none"]
     keeper = _Keeper(json, results_dir)
     try:
         _measure(cases, names, threads, build, keeper)
     except ValueError as error:
-        raise _refuse(error) from None
+        fail(str(error))
     except KeyboardInterrupt:
         console.print("Stopped; the rows so far are kept.")
     _show(keeper.rows, keeper.environment)
@@ -89,6 +90,52 @@ def bench(
     failed = [row for row in keeper.rows if row["impl"] == OURS and row["status"] != OK]
     if failed or not keeper.rows:
         raise typer.Exit(1)
+
+
+def _refuse_given(options: Mapping[str, object], rule: str) -> None:
+    for name, value in options.items():
+        if value:
+            fail(f"{name} must be {rule}")
+
+
+def _report(
+    paths: list[Path], compare: Path | None, merge: bool, markdown: Path | None, plot: Path | None, readme: Path | None
+) -> None:
+    """Show result files and, with compare, how well another run repeats them."""
+    from flash_decoding.bench.document import merge_suites
+
+    rows, environment = _read(paths)
+    shown = merge_suites(rows) if merge else rows
+    _show(shown, environment)
+    if compare is not None:
+        _compare(rows, compare)
+    _write_reports(shown, environment, markdown, plot, readme)
+
+
+def _read(paths: list[Path]) -> tuple[list[Row], dict[str, Any]]:
+    """All rows of the files, and the environment of the first."""
+    from flash_decoding.bench.results import find_result_files, read_results
+
+    try:
+        files = [read_results(path) for path in find_result_files(paths)]
+    except ValueError as error:
+        fail(str(error))
+    return [row for results in files for row in results["rows"]], files[0]["environment"]
+
+
+def _compare(rows: list[Row], path: Path) -> None:
+    from flash_decoding.bench.compare import comparison_line, comparison_table, pair_rows
+
+    others, environment = _read([path])
+    pairs = pair_rows(rows, others)
+    if not pairs:
+        fail(f"--compare must hold rows of the suites in --report, got {path}, which has none with a time")
+    console.print(f"compared with {path}:")
+    _show_environment(environment)
+    table = comparison_table(pairs)
+    if table.row_count:
+        console.print(table)
+    console.print(comparison_line(pairs), highlight=False)
 
 
 def _choose(suites: Sequence[str] | None, shapes: Sequence[str] | None, dtype: str | None, device: str) -> list[Case]:
@@ -106,7 +153,7 @@ def _choose(suites: Sequence[str] | None, shapes: Sequence[str] | None, dtype: s
             suites = ["all"]
         cases = select_cases(suites or [], shapes or [], dtype, wanted)
     except ValueError as error:
-        raise _refuse(error) from None
+        fail(str(error))
     runnable = [case for case in cases if case.device == "cpu" or here == "cuda"]
     missing = dict.fromkeys(case.suite for case in cases if case not in runnable)
     if missing:
@@ -123,7 +170,7 @@ class _Keeper:
         self.json, self.folder = json, folder
         self.rows: list[Row] = []
         self.environment: dict[str, Any] = {}
-        self.method: dict[str, Any] = {}
+        self.method = Method()
 
     def add(self, row: Row) -> None:
         from flash_decoding.bench.results import device_folder
@@ -137,13 +184,10 @@ class _Keeper:
                 self.folder = None
 
     def _write(self, path: Path, rows: list[Row]) -> bool:
-        from flash_decoding.bench.results import SCHEMA, write_results
+        from flash_decoding.bench.results import new_results, write_results
 
-        results: Results = {
-            "schema": SCHEMA, "environment": self.environment, "method": self.method, "rows": rows,
-        }  # fmt: skip
         try:
-            write_results(path, results)
+            write_results(path, new_results(self.environment, self.method, rows))
         except OSError as error:
             console.print(f"{path} cannot be written ({error.strerror}); measuring goes on without it.", style="red")
             return False
@@ -153,11 +197,9 @@ class _Keeper:
 def _measure(cases: list[Case], names: list[str] | None, threads: int | None, build: bool, keeper: _Keeper) -> None:
     from flash_decoding.bench.peers import peers_for
     from flash_decoding.bench.run import build_peers, run
-    from flash_decoding.bench.timing import Method
 
     begin = time.perf_counter()
-    method = Method()
-    keeper.method = method.to_json()
+    method = keeper.method
     total = sum(len(peers_for(case.device, names)) for case in cases)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -188,14 +230,7 @@ def _row_line(row: Row) -> str:
 def _show(rows: Sequence[Row], environment: dict[str, Any]) -> None:
     from flash_decoding.bench.tables import detail_table, failure_lines, summary_table
 
-    if environment:
-        gpu = environment.get("gpu")
-        where = f"{gpu}, driver {environment.get('driver', 'unknown')}, " if gpu else ""
-        console.print(
-            f"{where}{environment.get('cpu')}, {environment.get('cpu_threads')} threads; "
-            f"torch {environment.get('torch')}, Triton {environment.get('triton')}; {environment.get('date')}",
-            style="dim", highlight=False,
-        )  # fmt: skip
+    _show_environment(environment)
     suites = list(dict.fromkeys(row["suite"] for row in rows))
     for suite in suites:
         chosen = [row for row in rows if row["suite"] == suite]
@@ -204,6 +239,18 @@ def _show(rows: Sequence[Row], environment: dict[str, Any]) -> None:
             console.print(line, style="dim", highlight=False)
     for suite in suites:
         console.print(summary_table(suite, [row for row in rows if row["suite"] == suite]))
+
+
+def _show_environment(environment: dict[str, Any]) -> None:
+    """Where and when, in one line; nothing of a run that was stopped before it knew."""
+    if environment:
+        gpu = environment.get("gpu")
+        where = f"{gpu}, driver {environment.get('driver', 'unknown')}, " if gpu else ""
+        console.print(
+            f"{where}{environment.get('cpu')}, {environment.get('cpu_threads')} threads; "
+            f"torch {environment.get('torch')}, Triton {environment.get('triton')}; {environment.get('date')}",
+            style="dim", highlight=False,
+        )  # fmt: skip
 
 
 def _write_reports(
@@ -226,7 +273,7 @@ def _write_reports(
     except OSError as error:
         console.print(f"{error.filename} cannot be written ({error.strerror}).", style="red")
     except ValueError as error:
-        raise _refuse(error) from None
+        fail(str(error))
     for path in written:
         console.print(f"wrote {path}")
 
@@ -248,9 +295,3 @@ def _draw(rows: Sequence[Row], environment: dict[str, Any], plot: Path) -> list[
         path = stem if len(suites) == 1 else stem.with_name(f"{stem.name}-{suite}")
         written += save(figure, path, made_from=fingerprint(chosen))
     return written
-
-
-def _refuse(error: Exception) -> typer.Exit:
-
-    Console(stderr=True).print(str(error), style="red", highlight=False)
-    return typer.Exit(2)

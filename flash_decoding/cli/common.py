@@ -6,11 +6,15 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+
+from flash_decoding.bench.workloads import Shape
+from flash_decoding.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_KV_LEN, MAX_SPLITS, MIN_HEAD_DIM
 
 
 def fail(sentence: str) -> NoReturn:
@@ -34,6 +38,32 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         fail(f"--device must be below cuda:{torch.cuda.device_count()}, got {name!r}")
     return device
+
+
+def takes_head_dim(head_dim: int) -> bool:
+    """Whether the library takes this head size."""
+    return head_dim % HEAD_DIM_STEP == 0 and MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
+
+
+def require_supported(shapes: Sequence[Shape], num_splits: int | None) -> None:
+    """Refuse shapes and split counts that flash_decode() would refuse, before any work."""
+    if num_splits is not None and num_splits < 1:
+        fail(f"--num-splits must be at least 1, got {num_splits}")
+    if num_splits is not None and num_splits > MAX_SPLITS:
+        fail(f"--num-splits must be at most {MAX_SPLITS}, got {num_splits}")
+    for shape in shapes:
+        if not takes_head_dim(shape.head_dim):
+            fail(f"D must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {shape.head_dim}")
+        if shape.kv_len > MAX_KV_LEN:
+            fail(f"N must be at most {MAX_KV_LEN}, got {shape.kv_len}")
+
+
+def describe_row_tiles(row_tiles: int) -> str:
+    """What several tiles of query rows mean for the bytes read."""
+    return (
+        f"The query heads of a KV head fill {row_tiles} tiles of rows, and each reads K and V; "
+        "all but the first mostly find them in the L2 cache."
+    )
 
 
 def require_writable(path: Path | None) -> None:

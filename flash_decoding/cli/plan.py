@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flash_decoding.bench.workloads import ITEMSIZE, Shape, parse_shape
-from flash_decoding.cli.common import fail
+from flash_decoding.cli.common import describe_row_tiles, fail, require_supported, write_json
 from flash_decoding.cost_model import (
     REACHABLE_SHARE,
     Machine,
@@ -54,10 +53,9 @@ def plan(
     """
     if dtype not in ITEMSIZE:
         fail(f"--dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
-    if num_splits is not None and num_splits < 1:
-        fail(f"--num-splits must be at least 1, got {num_splits}")
     try:
         shapes = [parse_shape(text) for text in shape or ["2,8,8,65536,128"]]
+        require_supported(shapes, num_splits)
         target = _Cpu() if cpu else _FoundGpu(gpu)
     except ValueError as error:
         fail(str(error))
@@ -68,7 +66,7 @@ def plan(
     for report in reports:
         console.print(_table(report, target))
     if json is not None:
-        _write_json(json, reports, target)
+        write_json(json, _numbers(reports, target))
     if plot is not None:
         _draw(plot, reports[0], target)
 
@@ -93,23 +91,19 @@ class _FoundGpu:
             f"{self.gb_per_s:.0f} GB/s reachable ({gpu.source})"
         )
 
-    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[int, int, Machine]:
-        """Splits, keys per tile, and the machine as this shape's kernel sees it."""
+    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[Sizes, int, int, Machine]:
+        """The step's sizes, splits, keys per tile, and the machine as this shape's kernel sees it."""
+        from flash_decoding.bench.profiling import plan_of, sizes_of
         from flash_decoding.hardware import resident_programs
-        from flash_decoding.split_plan import choose_plan
 
         itemsize = ITEMSIZE[dtype]
-        chosen = choose_plan(
-            batch=shape.batch, heads_kv=shape.heads_kv, group=shape.group, q_len=1, kv_len=shape.kv_len,
-            head_dim=shape.head_dim, value_dim=shape.head_dim, element_size=itemsize, processors=self.processors,
-            shared_memory=self.gpu.limits.shared_per_program, num_splits=num_splits,
-        )  # fmt: skip
+        chosen = plan_of(shape, dtype, self.gpu, num_splits)
         tile = chosen.tile
         shared = shared_bytes(tile.block_n, tile.block_m, tile.block_d, tile.block_dv, itemsize, tile.num_stages)
         resident = max(1, resident_programs(self.gpu.limits, shared, tile.num_warps))
         in_flight = (tile.num_stages - 1) * tile.block_n * (tile.block_d + tile.block_dv) * itemsize
         machine = Machine(self.processors, resident, self.gb_per_s, in_flight=in_flight)
-        return chosen.num_splits, tile.block_n, machine
+        return sizes_of(shape, dtype, tile), chosen.num_splits, tile.block_n, machine
 
 
 class _Cpu:
@@ -130,11 +124,14 @@ class _Cpu:
         self.gb_per_s = measure_floor([Inputs(q, k, v)] * 2, Method()).gb_per_s
         self.description = f"{self.name}: {self.processors} threads, reads {self.gb_per_s:.1f} GB/s (measured now)"
 
-    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[int, int, Machine]:
+    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[Sizes, int, int, Machine]:
         from flash_decoding.backends.cpu.threads import choose_cpu_splits
 
         splits = num_splits or choose_cpu_splits(shape.batch, shape.heads_kv, shape.kv_len, self.processors)
-        return splits, 64, Machine(self.processors, 1, self.gb_per_s)
+        sizes = Sizes(
+            shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, ITEMSIZE[dtype]
+        )
+        return sizes, splits, 64, Machine(self.processors, 1, self.gb_per_s)
 
 
 class _Report:
@@ -145,10 +142,7 @@ class _Report:
 
 
 def _report(shape: Shape, dtype: str, num_splits: int | None, target: _FoundGpu | _Cpu) -> _Report:
-    splits, block_n, machine = target.choose(shape, dtype, num_splits)
-    sizes = Sizes(
-        shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, ITEMSIZE[dtype]
-    )
+    sizes, splits, block_n, machine = target.choose(shape, dtype, num_splits)
     return _Report(shape, sizes, predict(sizes, 1, block_n, machine), predict(sizes, splits, block_n, machine))
 
 
@@ -176,6 +170,8 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
     row("time spent on work until the last ends", lambda p: f"{p.busy_share:.0%}")
     table.add_section()
     row("bytes of K and V", lambda p: _bytes(kv_bytes(sizes)))
+    if sizes.row_tiles > 1:
+        row(f"read by {sizes.row_tiles} tiles of query rows", lambda p: _bytes(sizes.row_tiles * kv_bytes(sizes)))
     row("bytes of partial results, written and read", lambda p: _bytes(2 * _partials(sizes, p)))
     row("FLOPs per byte, chunk kernel", lambda p: f"{chunk_work(sizes, p.num_splits).intensity:.1f}")
     table.add_section()
@@ -187,6 +183,8 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
         table.caption = f"Splitting makes this step {unsplit.total_us / split.total_us:.1f} times as fast."
     else:
         table.caption = "One split is enough here: the problems fill the device, or there are too few keys to share."
+    if sizes.row_tiles > 1:
+        table.caption += f"\n{describe_row_tiles(sizes.row_tiles)}"
     return table
 
 
@@ -202,11 +200,11 @@ def _bytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
-def _write_json(path: Path, reports: list[_Report], target: _FoundGpu | _Cpu) -> None:
+def _numbers(reports: list[_Report], target: _FoundGpu | _Cpu) -> dict[str, object]:
     def numbers(prediction: Prediction) -> dict[str, Any]:
         return {key: value for key, value in asdict(prediction).items() if key != "spans"}
 
-    content = {
+    return {
         "device": target.name,
         "processors": target.processors,
         "reachable_gb_per_s": target.gb_per_s,
@@ -214,6 +212,7 @@ def _write_json(path: Path, reports: list[_Report], target: _FoundGpu | _Cpu) ->
             {
                 "shape": asdict(report.shape),
                 "kv_bytes": kv_bytes(report.sizes),
+                "row_tiles": report.sizes.row_tiles,
                 "unsplit": numbers(report.unsplit),
                 "split": numbers(report.split),
                 "reduce_bytes": reduce_work(report.sizes, report.split.num_splits).bytes_moved,
@@ -221,10 +220,6 @@ def _write_json(path: Path, reports: list[_Report], target: _FoundGpu | _Cpu) ->
             for report in reports
         ],
     }
-    try:
-        path.write_text(jsonlib.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        fail(f"--json must be a writable file, got {path}: {error.strerror}")
 
 
 def _draw(path: Path, report: _Report, target: _FoundGpu | _Cpu) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flash_decoding.bench.workloads import DTYPES, Case, Shape, parse_shape
-from flash_decoding.cli.common import fail
+from flash_decoding.cli.common import describe_row_tiles, fail, require_supported, takes_head_dim
 
 if TYPE_CHECKING:
     from flash_decoding.bench.profiling import KernelProfile, StepProfile
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from flash_decoding.hardware import Gpu
 
 console = Console()
+# What ends one shape's profile but not the run: too little memory, a kernel that fails, a call that is refused.
+REASONS = (MemoryError, RuntimeError, ValueError)
 
 
 def profile(
@@ -42,12 +44,11 @@ def profile(
     """
     if dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if num_splits is not None and num_splits < 1:
-        fail(f"--num-splits must be at least 1, got {num_splits}")
     try:
         shapes = [parse_shape(text) for text in shape or ["2,8,8,65536,128"]]
     except ValueError as error:
         fail(str(error))
+    require_supported(shapes, num_splits)
     from flash_decoding.hardware import present_gpu
 
     gpu = present_gpu()
@@ -74,7 +75,7 @@ def profile(
         steps.append(step)
         checks.append(_article_checks(step, ceilings))
         console.print(_table(step, ceilings))
-        for line in _check_lines(checks[-1]):
+        for line in _check_lines(step, checks[-1]):
             console.print(line, highlight=False)
         if json is not None:
             _write_json(json, gpu, ceilings, steps, checks)
@@ -86,8 +87,6 @@ def profile(
 
 def _profile_one(shape: Shape, dtype: str, num_splits: int | None, ncu: bool, gpu: Gpu) -> StepProfile | None:
     """A shape's profile; None, with one sentence, when it cannot be had."""
-    import torch
-
     from flash_decoding.bench.peers import one_line
     from flash_decoding.bench.profiling import profile_step, read_counters
     from flash_decoding.bench.timing import Method
@@ -96,7 +95,7 @@ def _profile_one(shape: Shape, dtype: str, num_splits: int | None, ncu: bool, gp
     try:
         with console.status(f"{case.name}: timing"):
             step = profile_step(case, gpu, num_splits, Method())
-    except (MemoryError, RuntimeError, torch.OutOfMemoryError) as error:
+    except REASONS as error:
         console.print(f"{case.name}: {one_line(error)}", style="red", highlight=False)
         return None
     if ncu:
@@ -112,27 +111,35 @@ def _profile_one(shape: Shape, dtype: str, num_splits: int | None, ncu: bool, gp
 
 def _article_checks(step: StepProfile, ceilings: Ceilings) -> dict[str, Any]:
     """The article's two checks: time ≈ bytes ÷ bandwidth, and twice the head size takes twice as long."""
+    expected = step.case.kv_bytes / ceilings.read_gb_per_s / 1e3
+    check: dict[str, Any] = {
+        "bytes_over_bandwidth_us": expected,
+        "time_over_bytes_over_bandwidth": step.total.median / expected,
+    }
+    own = step.case.shape.head_dim
+    other = own * 2 if own * 2 <= 128 else own // 2
+    us, reason = _time_twin(step.case, other)
+    wide, narrow = max(own, other), min(own, other)
+    ratio = None if us is None else step.total.median / us if own == wide else us / step.total.median
+    return check | {"wide": wide, "narrow": narrow, "wide_over_narrow": ratio, "no_ratio_because": reason}
+
+
+def _time_twin(case: Case, head_dim: int) -> tuple[float | None, str | None]:
+    """Median µs of the case at another head size, or None and why there is none."""
+    from flash_decoding.bench.peers import one_line
     from flash_decoding.bench.profiling import time_step
     from flash_decoding.bench.timing import Method
 
-    shape, dtype = step.case.shape, step.case.dtype
-    other = shape.head_dim * 2 if shape.head_dim * 2 <= 128 else shape.head_dim // 2
-    twin = Shape(shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, other)
-    us = {shape.head_dim: step.total.median}
-    if other % 8 == 0 and other >= 16:
-        us[other] = time_step(Case("profile", str(twin), twin, dtype), Method()).median
-    wide, narrow = max(us), min(us)
-    expected = step.case.kv_bytes / ceilings.read_gb_per_s / 1e3
-    return {
-        "bytes_over_bandwidth_us": expected,
-        "time_over_bytes_over_bandwidth": step.total.median / expected,
-        "wide": wide,
-        "narrow": narrow,
-        "wide_over_narrow": us[wide] / us[narrow] if wide != narrow else None,
-    }
+    if not takes_head_dim(head_dim):
+        return None, f"the library has no head size {head_dim}"
+    shape = replace(case.shape, head_dim=head_dim)
+    try:
+        return time_step(Case("profile", str(shape), shape, case.dtype), Method()).median, None
+    except REASONS as error:
+        return None, one_line(error)
 
 
-def _check_lines(check: dict[str, Any]) -> list[str]:
+def _check_lines(step: StepProfile, check: dict[str, Any]) -> list[str]:
     lines = [
         f"time ≈ bytes ÷ bandwidth: {check['time_over_bytes_over_bandwidth']:.2f} times the "
         f"{check['bytes_over_bandwidth_us']:.1f} µs that the bytes of K and V take at the measured ceiling"
@@ -141,6 +148,13 @@ def _check_lines(check: dict[str, Any]) -> list[str]:
         lines.append(
             f"D {check['wide']} ÷ D {check['narrow']} ≈ {check['wide'] // check['narrow']}: "
             f"{check['wide_over_narrow']:.2f}"
+        )
+    else:
+        lines.append(f"D {check['wide']} ÷ D {check['narrow']} not measured: {check['no_ratio_because']}")
+    if step.row_tiles > 1:
+        lines.append(
+            f"{describe_row_tiles(step.row_tiles)} Bytes moved, GB/s and FLOPs per byte of the chunk kernel count "
+            "each of these reads."
         )
     return lines
 
@@ -201,6 +215,7 @@ def _write_json(
             {
                 "case": step.case.to_json(),
                 "num_splits": step.num_splits,
+                "row_tiles": step.row_tiles,
                 "us": step.total.median,
                 "us_spread": step.total.spread,
                 "gap_inside_us": step.gap_inside_us,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,13 @@ _NOWHERE = View(0, 0, 0, 0)
 _kernel: Callable[..., Any] | None = None
 _status: dict[torch.dtype, str] = {}
 _prepare_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child forked while another thread compiles would wait for ever for a lock that nobody holds there.
+    os.register_at_fork(
+        before=_prepare_lock.acquire,
+        after_in_parent=_prepare_lock.release,
+        after_in_child=_prepare_lock.release,
+    )
 
 
 def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Plan:

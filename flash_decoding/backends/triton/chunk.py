@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_decoding.backends.triton.launch import is_aligned, launch
+from flash_decoding.backends.triton.launch import launch, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, update_softmax
 from flash_decoding.backends.triton.scores import sees, transform_scores
 from flash_decoding.backends.triton.tile_io import (
@@ -32,15 +32,24 @@ from flash_decoding.split_plan import Plan
 from flash_decoding.workspace import Partial
 
 
-@triton.jit(do_not_specialize=["window", "kv_len", "Hkv", "rows", "num_splits", "split_size"])
+@triton.jit(
+    do_not_specialize=[
+        "block_table_step", "key_mask_step_b", "key_mask_step_n", "tree_step_b", "tree_step_t", "tree_step_n",
+        "window", "kv_len", "Hkv", "rows", "num_splits", "split_size",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr", "kv_lens_ptr", "kv_start_ptr", "q_lens_ptr", "key_mask_ptr", "tree_mask_ptr", "alibi_ptr",
+        "sinks_ptr", "lse_ptr", "m_ptr", "l_ptr",
+    ],
+)  # fmt: skip
 def _chunk_kernel(
     q_ptr, q_stride,  # [B, Hq, Lq, D]; strides without the last, contiguous axis, here and below
     k_ptr, k_stride,  # [B, Hkv, N, D], or pages [pages, Hkv, PAGE_SIZE, D]
     v_ptr, v_stride,  # likewise, Dv wide
-    block_table_ptr, block_table_stride,  # [B, max_pages]; None: a dense cache
+    block_table_ptr, block_table_step,  # [B, max_pages]; None: a dense cache
     kv_lens_ptr, kv_start_ptr, q_lens_ptr,  # [B]; None: the whole cache, from its first key, all Lq tokens
-    key_mask_ptr, key_mask_stride,  # [B, N] bool; None: every key is visible
-    tree_mask_ptr, tree_mask_stride,  # [B, Lq, Lq] bool; None: causal, if CAUSAL
+    key_mask_ptr, key_mask_step_b, key_mask_step_n,  # [B, N] bool; None: every key is visible
+    tree_mask_ptr, tree_step_b, tree_step_t, tree_step_n,  # [B, Lq, Lq] bool; None: causal, if CAUSAL
     alibi_ptr, sinks_ptr,  # [Hq] float32; None: off
     out_ptr, out_stride,  # [B, Hq, Lq, Dv], written when there is one split
     lse_ptr,  # [B, Hq, Lq] float32, likewise; None: not wanted
@@ -77,15 +86,15 @@ def _chunk_kernel(
         k_ptr += b * k_stride[0]
         v_ptr += b * v_stride[0]
     else:
-        block_table_ptr += b * block_table_stride
+        block_table_ptr += b * block_table_step
     if key_mask_ptr is not None:
-        key_mask_ptr += b * key_mask_stride[0]
+        key_mask_ptr += b * key_mask_step_b
     if tree_mask_ptr is not None:
-        tree_mask_ptr += b * tree_mask_stride[0]
+        tree_mask_ptr += b * tree_step_b
 
-    cache = (k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_stride)
+    cache = (k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n)
     queries = (q, q_rest, t, in_token, kv_len - q_len, slopes)
-    options = (scale, softcap, window, tree_mask_ptr, tree_mask_stride)
+    options = (scale, softcap, window, tree_mask_ptr, tree_step_t, tree_step_n)
     # Whole tiles of a page need one look-up each, if tiles start where pages do.
     ONE_PAGE: tl.constexpr = (
         PAGE_SIZE is not None and PAGE_SIZE % BLOCK_N == 0 and kv_start_ptr is None and window is None
@@ -136,15 +145,15 @@ def _fold_tile(
 ):  # fmt: skip
     """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`."""
     q, q_rest, t, in_token, first_new, slopes = queries
-    k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_stride = cache
-    scale, softcap, window, tree_mask_ptr, tree_mask_stride = options
+    k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n = cache
+    scale, softcap, window, tree_mask_ptr, tree_step_t, tree_step_n = options
     n = first + tl.arange(0, BLOCK_N)
     in_n = None
     if PARTIAL:
         in_n = n < stop
     if key_mask_ptr is not None:
         # The value of a masked key may be NaN, which a weight of zero does not remove: it is masked on load too.
-        in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_stride[1], mask=n < stop, other=0) != 0
+        in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_step_n, mask=n < stop, other=0) != 0
 
     page, slot = locate_rows(block_table_ptr, n, first, in_n, PAGE_SIZE, ONE_PAGE)
     k = load_rows(k_ptr, k_stride, page, slot, in_n, 0, D, BLOCK_D)  # [N, D]
@@ -161,7 +170,7 @@ def _fold_tile(
     if in_n is not None:
         s = tl.where(in_n[None, :], s, float("-inf"))
     if BY_ROW:
-        seen = sees(n, own, t, in_token, tree_mask_ptr, tree_mask_stride, first_new, window, CAUSAL, Lq)
+        seen = sees(n, own, t, in_token, tree_mask_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL, Lq)
         s = tl.where(seen, s, float("-inf"))
     return update_softmax(m, l, acc, s, v)
 
@@ -176,12 +185,11 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     table, mask, tree = p.block_table, p.key_mask, p.tree_mask
     arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks)
     acc, m, l = (None, None, None) if partial is None else partial
-    key = None
-    if mask is None and tree is None and is_aligned((p.q, p.k, p.v, out), strides):
-        key = (
-            p.q.dtype, tuple([x if x is None else x.dtype for x in arrays]), p.softcap is None, p.window is None,
-            partial is None, lse is None, plan.split_size is None,
-        )  # fmt: skip
+    key = (
+        variant((p.q, p.k, p.v, out), strides), p.q.dtype, tuple([x if x is None else x.dtype for x in arrays]),
+        p.softcap is None, p.window is None, partial is None, lse is None, plan.split_size is None,
+        any(x is not None and max(x.stride()) >= 2**31 for x in (table, mask, tree)),
+    )  # fmt: skip
     launch(
         _chunk_kernel,
         key,
@@ -189,7 +197,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
         (
             p.q, strides[0], p.k, strides[1], p.v, strides[2],
             table, 0 if table is None else table.stride(0), p.kv_lens, p.kv_start, p.q_lens,
-            mask, (0, 0) if mask is None else mask.stride(), tree, (0, 0, 0) if tree is None else tree.stride(),
+            mask, *((0, 0) if mask is None else mask.stride()), tree, *((0, 0, 0) if tree is None else tree.stride()),
             p.alibi_slopes, p.sinks if partial is None else None,
             out, strides[3], lse if partial is None else None, acc, m, l,
             p.scale, p.softcap, None if p.window is None else min(p.window, p.kv_len), p.kv_len, p.heads_kv,

@@ -17,11 +17,13 @@ from torch import Tensor
 
 _compiled: dict[tuple, Any] = {}
 _first_start = threading.Lock()
-_STRIDE_LIMIT = 2**31  # from here on Triton passes an integer as 64 bits, which is another variant
 
 
-def is_aligned(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> bool:
-    """Whether Triton compiles the common variant for these: all multiples of 16, all strides 32 bits wide."""
+def variant(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> object:
+    """Which variant Triton compiles for these addresses and strides: True for the common one.
+
+    Triton looks at each: whether it is a multiple of 16, whether it is 1, and whether it fits into 32 bits.
+    """
     facts = 0
     for x in tensors:
         facts |= x.data_ptr()
@@ -29,38 +31,40 @@ def is_aligned(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) ->
     for stride in strides:
         for step in stride:
             facts |= step
-    return facts & 15 == 0 and facts < _STRIDE_LIMIT
+    if facts & 15 == 0 and facts < 2**31:
+        return True
+    return (
+        *[x.data_ptr() % 16 == 0 for x in tensors],
+        *[(step % 16 == 0, step == 1, step >= 2**31) for stride in strides for step in stride],
+    )
 
 
 def launch(
-    kernel: Any,
-    key: tuple | None,
-    grid: tuple[int, int],
-    args: tuple,
-    constants: tuple,
-    tile: tuple[int, int],
+    kernel: Any, key: tuple, grid: tuple[int, int], args: tuple, constants: tuple, build: tuple[int, int]
 ) -> None:
     """Start kernel(*args, *constants) on the current device and stream.
 
     Args:
-        key: whatever tells apart the variants of this kernel; None takes Triton's own way.
+        key: tells apart the variants of this kernel: types, what is None, and variant() of what Triton looks at.
         grid: programs along the two axes.
-        tile: (num_warps, num_stages).
+        build: (num_warps, num_stages).
     """
     device = args[0].device.index
-    compiled = None if key is None else _compiled.get((device, kernel, key, constants, tile))
+    key = (device, kernel, key, constants, build)
+    compiled = _compiled.get(key)
     if compiled is None:
         with _first_start:
-            compiled = kernel[grid](*args, *constants, num_warps=tile[0], num_stages=tile[1])
-        if key is not None and hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
-            _compiled[device, kernel, key, constants, tile] = compiled
+            compiled = kernel[grid](*args, *constants, num_warps=build[0], num_stages=build[1])
+        if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
+            _compiled[key] = compiled
         return
     runtime = triton.knobs.runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
     stream = torch._C._cuda_getCurrentRawStream(device)
     metadata = None
-    if hooks[0] is not None and not getattr(hooks[0], "calls", True):
-        hooks = None, None  # nobody listens; calling an empty chain costs microseconds
+    # A chain of hooks to which nobody listens costs microseconds to call.
+    if all(hook is None or not getattr(hook, "calls", True) for hook in hooks):
+        hooks = None, None
     else:
         metadata = compiled.launch_metadata((*grid, 1), stream, *args, *constants)
     compiled.run(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_decoding.backends.triton.launch import is_aligned, launch
+from flash_decoding.backends.triton.launch import launch, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, finite_or_zero
 from flash_decoding.backends.triton.tile_io import address
 from flash_decoding.problem import Problem
@@ -22,7 +22,10 @@ from flash_decoding.workspace import Partial
 SLICE = 32
 
 
-@triton.jit(do_not_specialize=["Hq", "rows", "num_splits"])
+@triton.jit(
+    do_not_specialize=["Hq", "rows", "num_splits"],
+    do_not_specialize_on_alignment=["m_ptr", "l_ptr", "lse_ptr", "sinks_ptr"],
+)
 def _reduce_kernel(
     acc_ptr, m_ptr, l_ptr,  # [num_splits, B, Hq, Lq(, Dv)] float32
     out_ptr, out_stride,  # [B, Hq, Lq, Dv]; strides without the last, contiguous axis
@@ -75,7 +78,7 @@ def launch_reduce(problem: Problem, plan: Plan, partial: Partial, out: Tensor, l
     rows = p.batch * p.heads_q * p.q_len
     launch(
         _reduce_kernel,
-        (out.dtype, lse is None, p.sinks is None) if is_aligned((out,), (stride,)) else None,
+        (variant((out,), (stride,)), out.dtype, lse is None, p.sinks is None),
         (rows, -(-p.value_dim // block_dv)),
         (partial.acc, partial.m, partial.l, out, stride, lse, p.sinks, p.heads_q, rows, plan.num_splits),
         (p.q_len, p.value_dim, block_of_splits(plan.num_splits), block_dv),

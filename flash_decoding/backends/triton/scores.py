@@ -32,13 +32,15 @@ def softcap_scores(s, cap):
 
 
 @triton.jit
-def sees(n, own, t, in_row, tree_ptr, tree_stride, first_new, window, CAUSAL: tl.constexpr, Lq: tl.constexpr):
+def sees(
+    n, own, t, in_row, tree_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL: tl.constexpr, Lq: tl.constexpr
+):
     """Which query row may see which key, [M, N]; own is each row's position, the new tokens start at first_new."""
     seen = in_row[:, None] & (n >= 0)[None, :]
     if tree_ptr is not None:
         new = n - first_new
         is_new = (new >= 0) & (new < Lq)
-        at = tree_ptr + t[:, None] * tree_stride[1] + new[None, :] * tree_stride[2]
+        at = tree_ptr + t[:, None] * tree_step_t + new[None, :] * tree_step_n
         seen &= (new < 0)[None, :] | (tl.load(at, mask=in_row[:, None] & is_new[None, :], other=0) != 0)
     elif CAUSAL:
         seen &= n[None, :] <= own[:, None]

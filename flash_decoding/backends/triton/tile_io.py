@@ -5,8 +5,7 @@ import os
 import triton
 import triton.language as tl
 
-# Triton's interpreter multiplies the bit patterns of bfloat16 in tl.dot and adds up in an order that no GPU has, so there
-# products are float64.
+# Triton's interpreter multiplies the bit patterns of bfloat16 in tl.dot, so there 16-bit operands are widened.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
@@ -86,10 +85,10 @@ def load_rows(ptr, stride, page, slot, in_n, START: tl.constexpr, WIDTH: tl.cons
 @triton.jit
 def matmul(a, b):
     """a b in float32: on tensor cores for 16-bit operands; float32 is multiplied out exactly, never through TF32."""
-    if INTERPRETED:
-        c = tl.sum(a.to(tl.float64)[:, :, None] * b.to(tl.float64)[None, :, :], 1).to(tl.float32)
-    elif a.dtype == tl.float32:
+    if a.dtype == tl.float32:
         c = tl.sum(a[:, :, None] * b[None, :, :], 1)
+    elif INTERPRETED:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         c = tl.dot(a, b)
     return c

@@ -64,6 +64,11 @@ class Peer:
         return None
 
 
+def needs_half(case: Case) -> str | None:
+    """Why a library of 16-bit kernels refuses the case, or None."""
+    return None if case.dtype in ("float16", "bfloat16") else f"takes float16 and bfloat16, not {case.dtype}"
+
+
 def one_line(error: BaseException | str) -> str:
     """The first line of an error that says something, short enough for a table."""
     text = str(error) or type(error).__name__

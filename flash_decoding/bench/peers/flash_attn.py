@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from flash_decoding.bench.peers.base import Peer, Prepared
+from flash_decoding.bench.peers.base import Peer, Prepared, needs_half
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
@@ -75,13 +75,9 @@ def _fa3_tuned_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
             yield partial(_prepare, function, copies, storage, {"num_splits": splits}, f", {splits} splits")
 
 
-def _needs_half(case: Case) -> str | None:
-    return None if case.dtype in ("float16", "bfloat16") else f"takes float16 and bfloat16, not {case.dtype}"
-
-
 def _needs_hopper(case: Case) -> str | None:
     major = torch.cuda.get_device_capability()[0]
-    return f"needs compute capability 9.x, this GPU has {major}.x" if major != 9 else _needs_half(case)
+    return f"needs compute capability 9.x, this GPU has {major}.x" if major != 9 else needs_half(case)
 
 
 def _fa3_module() -> str:
@@ -93,7 +89,7 @@ def _fa3_package() -> str:
 
 
 PEERS = (
-    Peer("flash_attn2", "flash-attn 2", "cuda", _fa2_variants, "flash_attn", "flash-attn", _needs_half),
+    Peer("flash_attn2", "flash-attn 2", "cuda", _fa2_variants, "flash_attn", "flash-attn", needs_half),
     Peer("fa3", "FlashAttention-3", "cuda", _fa3_variants, _fa3_module(), _fa3_package(), _needs_hopper),
     Peer(
         "fa3_tuned", "FlashAttention-3, best split count", "cuda", _fa3_tuned_variants,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_decoding.bench.peers.base import Peer, Prepared, to_pages
+from flash_decoding.bench.peers.base import Peer, Prepared, needs_half, to_pages
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
@@ -119,14 +119,10 @@ def _median_us(function: Callable[[], object], repeats: int = 11) -> float:
     return sorted(times)[repeats // 2]
 
 
-def _needs_half(case: Case) -> str | None:
-    return None if case.dtype in ("float16", "bfloat16") else f"takes float16 and bfloat16, not {case.dtype}"
-
-
 def _cuda_core_refuses(case: Case) -> str | None:
     if case.shape.group not in GROUPS:
         return f"its CUDA-core kernel has no {case.shape.group} query heads per KV head"
-    return _needs_half(case)
+    return needs_half(case)
 
 
 def _head_key(case: Case) -> tuple[object, ...]:
@@ -149,8 +145,8 @@ PEERS = (
     ),
     Peer(
         "flashinfer_tc", "FlashInfer, tensor cores", "cuda", _tensor_core_variants,
-        refuses=_needs_half, build_key=_head_key, **_INSTALLED,
+        refuses=needs_half, build_key=_head_key, **_INSTALLED,
     ),
     # Last: at long contexts it was seen to fail in a way that ends the process's use of the GPU.
-    Peer("xqa", "XQA", "cuda", _xqa_variants, refuses=_needs_half, build_key=_xqa_key, **_INSTALLED),
+    Peer("xqa", "XQA", "cuda", _xqa_variants, refuses=needs_half, build_key=_xqa_key, **_INSTALLED),
 )  # fmt: skip
