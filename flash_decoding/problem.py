@@ -350,4 +350,5 @@ def _page_errors(call: Call) -> Iterator[Exception]:
 def _capacity(call: Call) -> int:
     """Keys the cache can hold per sequence."""
     length = call.k.shape[2 if call.layout == "bhnd" else 1]
-    return length if call.block_table is None else length * call.block_table.shape[1]
+    table = call.block_table
+    return length if table is None or table.ndim != 2 else length * table.shape[1]

@@ -81,7 +81,7 @@ def choose_tile(
 
     block_m = min(max(rows, 16), 64 if widest <= 128 else 32 if widest <= 256 else 16)
     block_n = 64 if widest == 128 or (block_m == 64 and widest <= 128) else 32 if widest <= 256 else 16
-    num_warps = block_m // 16 * (1 if widest <= 64 else 4)
+    num_warps = block_m // 16 * (1 if widest <= 64 else 4 if widest <= 256 else 8)
     tile_bytes = block_n * (block_d + rest_d + block_dv) * element_size
     besides = _SHARED_BESIDES_PIPELINE + (block_m * (block_d + rest_d) * element_size if widest > 256 else 0)
     buffers = max(1, min(3, (shared_memory - besides) // tile_bytes))

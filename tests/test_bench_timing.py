@@ -103,7 +103,9 @@ def test_cpu_floor_is_a_median_as_our_times_are(monkeypatch):
     monkeypatch.setattr(read_floor, "_make_cpu_read", lambda copy, threads: threads)
     monkeypatch.setattr(read_floor, "time_cpu", lambda calls, method: times[calls[0]])
     # The smallest repeat of all belongs to one thread; the smallest median is that of two.
-    assert measure_floor(make_inputs(SMALL, 2, seed=0), Method()) == Floor(2 * 2 * 2 * 77 * 32 * 4, 20.0, "numba, 2 threads")
+    assert measure_floor(make_inputs(SMALL, 2, seed=0), Method()) == Floor(
+        2 * 2 * 2 * 77 * 32 * 4, 20.0, "numba, 2 threads"
+    )
 
 
 def test_floor_bandwidth():

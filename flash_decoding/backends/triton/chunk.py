@@ -93,7 +93,7 @@ def _chunk_kernel(
         tree_mask_ptr += b * tree_step_b
 
     cache = (k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n)
-    queries = (q, q_rest, t, in_token, kv_len - q_len, slopes)
+    tokens = (t, in_token, kv_len - q_len)
     options = (scale, softcap, window, tree_mask_ptr, tree_step_t, tree_step_n)
     # Whole tiles of a page need one look-up each, if tiles start where pages do.
     ONE_PAGE: tl.constexpr = (
@@ -101,7 +101,7 @@ def _chunk_kernel(
         and split_size is None
     )  # fmt: skip
     # A single token of every sequence sees the whole range; otherwise rows differ.
-    BY_ROW: tl.constexpr = Lq > 1 or q_lens_ptr is not None
+    BY_ROW: tl.constexpr = Lq > 1 or q_lens_ptr is not None or tree_mask_ptr is not None
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -109,13 +109,13 @@ def _chunk_kernel(
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
     for n in range(start, whole, BLOCK_N):
         m, l, acc = _fold_tile(
-            m, l, acc, queries, cache, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE, PAGE_SIZE, V_IN_K, Lq,
-            D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
+            m, l, acc, q, q_rest, slopes, tokens, cache, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE, PAGE_SIZE,
+            V_IN_K, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
         )  # fmt: skip
     if whole < stop:
         m, l, acc = _fold_tile(
-            m, l, acc, queries, cache, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE, PAGE_SIZE, V_IN_K, Lq,
-            D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
+            m, l, acc, q, q_rest, slopes, tokens, cache, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE,
+            PAGE_SIZE, V_IN_K, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
         )  # fmt: skip
 
     at_row = (b * (Hkv * G) + h_q) * Lq + t
@@ -138,13 +138,13 @@ def _chunk_kernel(
 
 @triton.jit
 def _fold_tile(
-    m, l, acc, queries, cache, options, first, stop,
+    m, l, acc, q, q_rest, slopes, tokens, cache, options, first, stop,
     PARTIAL: tl.constexpr, BY_ROW: tl.constexpr, CAUSAL: tl.constexpr, ONE_PAGE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`."""
-    q, q_rest, t, in_token, first_new, slopes = queries
+    t, in_token, first_new = tokens
     k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n = cache
     scale, softcap, window, tree_mask_ptr, tree_step_t, tree_step_n = options
     n = first + tl.arange(0, BLOCK_N)
