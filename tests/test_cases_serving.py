@@ -61,7 +61,7 @@ def test_c005_the_length_rules_over_the_page_list(target, n):
     k[3] = q[0] * 50.0 * 8.0 / (q[0] ** 2).sum(-1, keepdim=True)  # logit 50
     v[3] = 1000.0
     needed = -(-n // 16)
-    table = int32([[0, 1, 2][:needed] + [3]], target)
+    table = int32([[*range(needed), 3]], target)
     plan = {"num_splits": 2, "kv_lens": int32([n], target)}
     out, lse = decode(target, q, k, v, block_table=table, **plan)
     want, want_lse = decode(target, q, k, v, block_table=table[:, :needed], **plan)

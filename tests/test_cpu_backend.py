@@ -563,22 +563,22 @@ def test_count_threads(elements, count, thread_count):
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_kv", "kv_len", "row_blocks", "threads_", "splits"),
+    ("batch", "heads_kv", "kv_len", "threads_", "row_blocks", "splits"),
     [
         (1, 8, 8192, 1, 1, 1),
-        (1, 8, 8192, 1, 2, 1),
-        (1, 1, 8192, 1, 2, 8),
-        (1, 3, 8192, 1, 2, 3),
-        (1, 1, 600, 1, 2, 2),
+        (1, 8, 8192, 2, 1, 1),
+        (1, 1, 8192, 2, 1, 8),
+        (1, 3, 8192, 2, 1, 3),
+        (1, 1, 600, 2, 1, 2),
         (1, 1, 600, 2, 2, 4),
-        (1, 1, 200, 16, 2, 3),
-        (1, 1, 0, 1, 2, 1),
-        (0, 8, 99, 1, 2, 1),
-        (1, 8, 8192, 1, 64, 32),
+        (1, 1, 200, 2, 16, 3),
+        (1, 1, 0, 2, 1, 1),
+        (0, 8, 99, 2, 1, 1),
+        (1, 8, 8192, 64, 1, 32),
     ],
 )
-def test_choose_cpu_splits(batch, heads_kv, kv_len, row_blocks, threads_, splits):
-    assert threads.choose_cpu_splits(batch, heads_kv, kv_len, row_blocks, threads_) == splits
+def test_choose_cpu_splits(batch, heads_kv, kv_len, threads_, row_blocks, splits):
+    assert threads.choose_cpu_splits(batch, heads_kv, kv_len, threads_, row_blocks) == splits
 
 
 # Processes and compiled code.
@@ -592,9 +592,10 @@ def inputs(dtype, n):
     torch.manual_seed(n)
     return [torch.randn(*shape).to(dtype) for shape in ((2, 5, 1, 72), (2, 1, n, 72), (2, 1, n, 40))]
 
-def check(dtype, n=3000):
-    x = inputs(dtype, n)
-    error = (flash_decode(*x, num_splits=4) - reference(*x)).abs().max().item()
+def check(dtype, n=3000, tokens=1, **options):
+    q, k, v = inputs(dtype, n)
+    q = q.expand(-1, -1, tokens, -1)
+    error = (flash_decode(q, k, v, num_splits=4, **options) - reference(q, k, v, **options)).abs().max().item()
     assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], error
 """
 
@@ -684,7 +685,12 @@ thread.join()
 )
 def test_older_processors(name, features, lanes, tmp_path):
     """No AVX-512, and then neither FMA nor float16 instructions: slower, with right results."""
-    code = f"from flash_decoding.backends.cpu import simd; assert simd.LANES == {lanes}; check(torch.float16)"
+    code = f"""
+from flash_decoding.backends.cpu import simd
+assert simd.LANES == {lanes}
+check(torch.float16)
+check(torch.float16, 500, 5, softcap=3.0, alibi_slopes=torch.rand(5) / 8, sinks=torch.rand(5), window=300)
+"""
     cache = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     finish(start(code, **cache))
 

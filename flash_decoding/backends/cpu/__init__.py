@@ -52,7 +52,7 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
     elif num_splits is None:
         # Of a ragged batch, one sequence may be nearly all the work.
         batch = p.batch if p.kv_lens is None else 1
-        num_splits = choose_cpu_splits(batch, p.heads_kv, keys, _row_blocks(p), count_threads(_elements(p)))
+        num_splits = choose_cpu_splits(batch, p.heads_kv, keys, count_threads(_elements(p)), _row_blocks(p))
     return Plan(num_splits, split_size, Tile(4, _BLOCK_N, p.head_dim, p.value_dim, num_warps=1, num_stages=1))
 
 

@@ -81,7 +81,7 @@ COLUMNS = tuple(range(LANES // 4))
 
 
 class View(NamedTuple):
-    """Address and strides of a [batch, heads, length, width] array, in bytes; pages are its batch where there are any."""
+    """Address and strides of a [batch, heads, length, width] array, in bytes; of a paged cache, batch means pages."""
 
     base: int
     batch: int
@@ -160,6 +160,14 @@ class KeyTile(NamedTuple):
     n: int  # address of [size] float32, positions counted from begin: small, so exact
 
 
+class Block(NamedTuple):
+    """Four query rows, or one, and the tokens from the first row's to that of the last that counts."""
+
+    row: int
+    first: int
+    last: int
+
+
 @inner
 def whole(n, step):
     """n rounded up to a multiple of step."""
@@ -186,10 +194,16 @@ def cut_scratch(base, call):
 
 
 @inner
-def place_of(call, h_kv, row):
-    """The query head and the token of a row."""
+def token_of(call, row):
+    """The query token of a row."""
+    return row // (call.heads_q // call.heads_kv)
+
+
+@inner
+def head_of(call, h_kv, row):
+    """The query head of a row."""
     group = call.heads_q // call.heads_kv
-    return h_kv * group + row % group, row // group
+    return h_kv * group + row % group
 
 
 @inner
@@ -209,8 +223,7 @@ def split_range(call, reach, split):
 def load_queries(call, kind, scratch, b, h_kv, rows):
     """Widen the query rows of a KV head into scratch, zero where padded to a whole block."""
     for row in range(whole(rows, 4)):
-        head, token = place_of(call, h_kv, row)
-        base = address_of(call.q, b, head, token)
+        base = address_of(call.q, b, head_of(call, h_kv, row), token_of(call, row))
         for i in range(scratch.q_row // (4 * LANES)):
             place = scratch.q + row * scratch.q_row + 4 * LANES * i
             if row >= rows:
@@ -232,31 +245,38 @@ def clear_row(scratch, row):
 
 
 @inner
+def page_of(call, b, n):
+    """The page of key n of a sequence; a dense cache is one page per sequence."""
+    if call.block_table.base == 0:
+        return b
+    return load_int32(address_of(call.block_table, b, 0, n // call.page_size))
+
+
+@inner
 def find_keys(call, scratch, slot, reach, h_kv, begin, end):
     """The visible ones of at most TILE keys, listed in a slot of scratch."""
-    tile = KeyTile(begin, end, 0, scratch.k + slot * 8 * TILE, scratch.v + slot * 8 * TILE, scratch.n + slot * 4 * TILE)
-    count, n = 0, begin
-    while n < end:
-        place = n % call.page_size
-        page = reach.b
-        if call.block_table.base != 0:
-            page = load_int32(address_of(call.block_table, reach.b, 0, n // call.page_size))
-        # Negative where the page has keys before n: what counts is where key n is.
-        k = address_of(call.k, page, h_kv, place - n)
-        v = address_of(call.v, page, h_kv, place - n)
-        page_end = min(n - place + call.page_size, end)
-        for n in range(n, page_end):
-            store_int64(tile.k + 8 * count, k + n * call.k.token)
-            store_int64(tile.v + 8 * count, v + n * call.v.token)
-            store_float(tile.n + 4 * count, np.float32(n - begin))
+    keys = scratch.k + slot * 8 * TILE
+    values = scratch.v + slot * 8 * TILE
+    positions = scratch.n + slot * 4 * TILE
+    count, page_end = 0, begin
+    while page_end < end:
+        n = page_end
+        page = page_of(call, reach.b, n)
+        page_begin = n // call.page_size * call.page_size
+        page_end = min(page_begin + call.page_size, end)
+        k = address_of(call.k, page, h_kv, -page_begin)
+        v = address_of(call.v, page, h_kv, -page_begin)
+        for n in range(n, page_end):  # noqa: B020, it goes on from n
+            store_int64(keys + 8 * count, k + n * call.k.token)
+            store_int64(values + 8 * count, v + n * call.v.token)
+            store_float(positions + 4 * count, np.float32(n - begin))
             if is_listed(call, reach, n):
                 count += 1
-        n = page_end
     if count > 0:
         for i in range(count, whole(count, LANES)):
-            store_int64(tile.k + 8 * i, load_int64(tile.k + 8 * (count - 1)))
-            store_float(tile.n + 4 * i, load_float(tile.n + 4 * (count - 1)))
-    return KeyTile(begin, end, count, tile.k, tile.v, tile.n)
+            store_int64(keys + 8 * i, load_int64(keys + 8 * (count - 1)))
+            store_float(positions + 4 * i, load_float(positions + 4 * (count - 1)))
+    return KeyTile(begin, end, count, keys, values, positions)
 
 
 @inner
@@ -280,17 +300,16 @@ def score_tile(call, kind, scratch, tile, ahead, row, rows, width):
 
 
 @inner
-def adjust_scores(call, scratch, tile, reach, h_kv, row, rows):
+def adjust_scores(call, scratch, tile, reach, h_kv, block, rows):
     """What depends on the query row: its bias, and -inf for the keys that it does not see."""
-    last = reach.tokens - 1  # rows of padding count as the last token
-    hiding = hides(call, reach, place_of(call, h_kv, row)[1], min(place_of(call, h_kv, row + 3)[1], last), tile)
+    hiding = hides(call, reach, block.first, block.last, tile)
     if not hiding and call.score.slopes == 0:
         return
     for r in range(len(rows)):
-        head, token = place_of(call, h_kv, row + r)
-        token = min(token, last)
+        token = min(token_of(call, block.row + r), block.last)  # rows of padding count as the last token
         s = scratch.s + 4 * TILE * r
         if call.score.slopes != 0:
+            head = head_of(call, h_kv, block.row + r)
             add_bias(call.score, head, reach.origin + token - tile.begin, tile, s)
         if hiding:
             hide_keys(call, reach, token, tile, s)
@@ -338,12 +357,12 @@ def add_values(call, kind, scratch, tile, ahead, row, rows, columns):
 
 
 @inner
-def attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, row, rows, width):
+def attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, rows, width):
     """Fold the keys of a tile into some query rows; the first rows prefetch the tile ahead."""
-    score_tile(call, kind, scratch, tile, ahead, row, rows, width)
-    adjust_scores(call, scratch, tile, reach, h_kv, row, rows)
-    weigh_tile(scratch, tile.size, row, rows)
-    add_values(call, kind, scratch, tile, ahead, row, rows, COLUMNS)
+    score_tile(call, kind, scratch, tile, ahead, block.row, rows, width)
+    adjust_scores(call, scratch, tile, reach, h_kv, block, rows)
+    weigh_tile(scratch, tile.size, block.row, rows)
+    add_values(call, kind, scratch, tile, ahead, block.row, rows, COLUMNS)
 
 
 @inner
@@ -358,7 +377,7 @@ def store_row(base, kind, scratch, row, value_dim, l):
 def store_state(call, kind, scratch, b, h_kv, split, rows):
     """Finish all rows where there is one split, else leave their partial softmax; only the first `rows` count."""
     for row in range(call.heads_q // call.heads_kv * call.q_len):
-        head, token = place_of(call, h_kv, row)
+        head, token = head_of(call, h_kv, row), token_of(call, row)
         # A row that saw no key may have added its zero weight times a value that is not finite.
         if row >= rows or load_double(scratch.l + 8 * row) == 0.0:
             clear_row(scratch, row)
@@ -393,13 +412,13 @@ def attend_split(call, kind, scratch, b, h_kv, split):
         if tile.size == 0:
             continue
         for row in range(0, rows, 4):
-            first, last = place_of(call, h_kv, row)[1], place_of(call, h_kv, min(row + 3, rows - 1))[1]
-            if not overlaps(call, reach, first, last, tile):
+            block = Block(row, token_of(call, row), token_of(call, min(row + 3, rows - 1)))
+            if not overlaps(call, reach, block.first, block.last, tile):
                 continue
             if rows - row == 1:
-                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, row, ONE_ROW, KEYS_OF_ONE_ROW)
+                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, ONE_ROW, KEYS_OF_ONE_ROW)
             else:
-                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, row, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
+                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
     store_state(call, kind, scratch, b, h_kv, split, rows)
 
 
@@ -422,7 +441,6 @@ def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
             attend_split(call, kind, scratch, b, h_kv, split)
             if call.num_splits > 1 and fetch_add(call.arrived + 8 * problem, 1) == call.num_splits - 1:
                 for row in range(rows):
-                    head, token = place_of(call, h_kv, row)
-                    merge_row(call, kind, head, token, b, scratch.weights)
+                    merge_row(call, kind, head_of(call, h_kv, row), token_of(call, row), b, scratch.weights)
 
     return decode_units

@@ -26,6 +26,7 @@ from flash_decoding.backends.cpu.simd import (
     store_float,
 )
 
+
 @inner
 def vector_offset(i, width):
     """First element of vector i of a row. The last vector of a row ends with it, and so may overlap the one before."""

@@ -28,7 +28,7 @@ _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
-def choose_cpu_splits(batch: int, heads_kv: int, kv_len: int, row_blocks: int, threads: int) -> int:
+def choose_cpu_splits(batch: int, heads_kv: int, kv_len: int, threads: int, row_blocks: int = 1) -> int:
     """Splits per sequence so that every thread finds work until the end: one if heads and sequences are many enough."""
     units = batch * heads_kv
     if threads <= 1 or units == 0 or units >= UNITS_PER_THREAD * threads:
