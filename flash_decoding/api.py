@@ -19,8 +19,16 @@ def flash_decode(
     layout: str = "bhnd",
     kv_lens: Tensor | None = None,
     kv_start: Tensor | None = None,
+    block_table: Tensor | None = None,
+    q_lens: Tensor | None = None,
     scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     key_mask: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -30,7 +38,7 @@ def flash_decode(
     backend: str = "auto",
     check: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of one new query token per sequence against a long key/value cache, parallel over the keys.
+    """Attention of a few new query tokens per sequence against a long key/value cache, parallel over the keys.
 
     The keys are cut into splits, every split gives a partial softmax, and the partials are merged exactly: the result
     is that of softmax(scale q k^T) v. Query head i reads KV head i // (Hq / Hkv), and K and V are read once for all
@@ -38,30 +46,45 @@ def flash_decode(
     is no backward.
 
     Args:
-        q: [B, Hq, 1, D], float16, bfloat16 or float32. D a multiple of 8 from 16 to 256.
+        q: [B, Hq, Lq, D], float16, bfloat16 or float32; Lq from 1 to 64 tokens, the last ones of each sequence. D a
+            multiple of 8 from 16 to 576.
         k: [B, Hkv, N, D], dtype of q. Any strides with the last axis contiguous; never copied.
-        v: [B, Hkv, N, Dv], likewise. Dv may differ from D.
-        layout: "bhnd" as above (SDPA, Transformers), or "bnhd" (flash-attn): q [B, 1, Hq, D], k [B, N, Hkv, D],
+        v: [B, Hkv, N, Dv], likewise. Dv, up to 512, may differ from D, and v may be a view into k.
+        layout: "bhnd" as above (SDPA, Transformers), or "bnhd" (flash-attn): q [B, Lq, Hq, D], k [B, N, Hkv, D],
             v [B, N, Hkv, Dv].
         kv_lens: [B] int32 or int64 on the device of q, keys to use per sequence, 0 allowed; None means N. Never read on
             the host, so a captured CUDA graph is right for every later content. Values outside 0 to N are clamped on a
             GPU and refused on the CPU, where looking costs nothing.
         kv_start: [B], the first key to use per sequence (left padding), likewise; None means 0.
+        block_table: [B, max_pages] int32, the pages of each sequence in a paged cache: k is then
+            [pages, Hkv, page_size, D] ([pages, page_size, Hkv, D] for "bnhd"), v likewise, and kv_lens must be given.
+            Any page_size; sequences may share pages; entries past a sequence's end may hold anything.
+        q_lens: [B], query tokens per sequence, where they differ: the first q_lens[b] rows of q count, and sequence b's
+            last key belongs to the last of them. None means Lq. Rows past q_lens get out 0 and lse -inf.
         scale: multiplies q·k; None means 1/sqrt(D).
+        causal: query t sees keys up to its own position, kv_lens - q_lens + t. Changes nothing for a single token.
+        window: how many keys left of its own position a query sees, itself besides; None means all. Shortens what is
+            loaded.
+        softcap: a score becomes softcap * tanh(score / softcap), before masking; None and 0 mean off.
+        alibi_slopes: [Hq] float32; slope * |own position - key| is taken from each score. None means off.
+        sinks: [Hq] float32, one more logit per head in the denominator, neither scaled nor capped; None means off.
         key_mask: [B, N] bool, True for a visible key; None means all. Combines with kv_lens and kv_start, which spare
-            loading what they exclude.
+            loading what they exclude. N is max_pages * page_size for a paged cache.
+        tree_mask: [B, Lq, Lq] bool, which of the new tokens (the last q_lens keys) each query sees, in place of causal;
+            None means causal.
         num_splits: how many splits per sequence; None lets the planner choose, 1 takes no scratch and one kernel.
         split_size: keys per split instead; a sequence's result then has the same bits whatever else is in the batch.
         return_lse: return (out, lse) instead of out.
         out, lse: where to write; None allocates. out has the shape and dtype of the result, with any strides whose last
-            is 1, and overlaps neither itself nor an input; lse is [B, Hq, 1] float32 and contiguous.
+            is 1, and overlaps neither itself nor an input; lse is [B, Hq, Lq] float32 and contiguous.
         workspace: scratch owned by the caller; None uses the library's own, one per device, stream and thread.
         backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
-        check: also read kv_lens and kv_start on a GPU and refuse values outside the cache; synchronises.
+        check: also read lengths and page ids on a GPU and refuse those outside the cache; synchronises.
 
     Returns:
-        out: [B, Hq, 1, Dv] ([B, 1, Hq, Dv] for "bnhd"), dtype of q. lse, with return_lse: [B, Hq, 1] float32, the
-        natural log of the sum of exp of the scaled scores. A row that sees no key has out 0 and lse -inf.
+        out: [B, Hq, Lq, Dv] ([B, Lq, Hq, Dv] for "bnhd"), dtype of q. lse, with return_lse: [B, Hq, Lq] float32, the
+        natural log of the sum of exp of the scaled (and capped) scores, without the sink. A row that sees no key has
+        out 0 and lse -inf.
 
     Raises:
         ValueError: shapes, devices, layouts or values that do not fit, or a backend that cannot run the call.
@@ -76,8 +99,10 @@ def flash_decode(
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
     call = Call(
-        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, scale=scale, key_mask=key_mask,
-        num_splits=num_splits, split_size=split_size, out=out, lse=lse, check=check,
+        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, block_table=block_table, q_lens=q_lens,
+        scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        key_mask=key_mask, tree_mask=tree_mask, num_splits=num_splits, split_size=split_size, out=out, lse=lse,
+        check=check,
     )  # fmt: skip
     if _is_traced(q, k, v):
         return _traced(call, return_lse, workspace, backend)
@@ -105,8 +130,16 @@ def explain(
     layout: str = "bhnd",
     kv_lens: Tensor | None = None,
     kv_start: Tensor | None = None,
+    block_table: Tensor | None = None,
+    q_lens: Tensor | None = None,
     scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     key_mask: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -126,8 +159,10 @@ def explain(
         ['heads_q must be a positive multiple of heads_kv, got 6 and 4']
     """
     call = Call(
-        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, scale=scale, key_mask=key_mask,
-        num_splits=num_splits, split_size=split_size, out=out, lse=lse, check=check,
+        q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, block_table=block_table, q_lens=q_lens,
+        scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        key_mask=key_mask, tree_mask=tree_mask, num_splits=num_splits, split_size=split_size, out=out, lse=lse,
+        check=check,
     )  # fmt: skip
     reasons = [str(error) for error in find_errors(call)]
     if isinstance(q, Tensor):

@@ -34,8 +34,10 @@ def run(
 _library = torch.library.Library("flash_decoding", "DEF")
 # The fields of Call up to out, then the backend and the outputs.
 _library.define(
-    "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, float? scale, "
-    "Tensor? key_mask, int? num_splits, int? split_size, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()"
+    "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, Tensor? block_table, "
+    "Tensor? q_lens, float? scale, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? key_mask, Tensor? tree_mask, int? num_splits, int? split_size, str backend, "
+    "Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
 
 

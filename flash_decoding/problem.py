@@ -11,7 +11,8 @@ from torch import Tensor
 
 LAYOUTS = ("bhnd", "bnhd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_VALUE_DIM, HEAD_DIM_STEP = 16, 576, 512, 8
+MAX_Q_LEN = 64
 # What a second grid axis holds, with room to spare; far beyond any useful count.
 MAX_SPLITS = 16384
 # Positions are 32-bit integers in the kernels, and a tile may reach past the last one.
@@ -24,18 +25,27 @@ class Problem(NamedTuple):
     """One call with its arrays as [batch, heads, length, width] views, whatever the layout was."""
 
     q: Tensor  # [B, Hq, Lq, D]
-    k: Tensor  # [B, Hkv, N, D]
-    v: Tensor  # [B, Hkv, N, Dv]
+    k: Tensor  # [B, Hkv, N, D]; with a block_table [pages, Hkv, page_size, D]
+    v: Tensor  # likewise, Dv wide
     kv_lens: Tensor | None  # [B] int32 or int64
     kv_start: Tensor | None  # [B] int32 or int64
+    block_table: Tensor | None  # [B, max_pages] int32
+    q_lens: Tensor | None  # [B] int32 or int64
     key_mask: Tensor | None  # [B, N] bool
+    tree_mask: Tensor | None  # [B, Lq, Lq] bool
+    alibi_slopes: Tensor | None  # [Hq] float32
+    sinks: Tensor | None  # [Hq] float32
     scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None
     batch: int
     heads_q: int
     heads_kv: int
     group: int
     q_len: int
-    kv_len: int
+    kv_len: int  # keys the cache can hold per sequence
+    page_size: int | None  # keys per page; None: a dense cache
     head_dim: int
     value_dim: int
 
@@ -49,8 +59,16 @@ class Call(NamedTuple):
     layout: str = "bhnd"
     kv_lens: Tensor | None = None
     kv_start: Tensor | None = None
+    block_table: Tensor | None = None
+    q_lens: Tensor | None = None
     scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
     key_mask: Tensor | None = None
+    tree_mask: Tensor | None = None
     num_splits: int | None = None
     split_size: int | None = None
     out: Tensor | None = None
@@ -78,10 +96,14 @@ def make_problem(call: Call) -> Problem:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     batch, heads_q, q_len, head_dim = q.shape
     _, heads_kv, kv_len, value_dim = v.shape
+    page_size = None
+    if call.block_table is not None:
+        page_size, kv_len = kv_len, kv_len * call.block_table.shape[1]
     return Problem(
-        q, k, v, call.kv_lens, call.kv_start, call.key_mask,
-        head_dim**-0.5 if call.scale is None else float(call.scale),
-        batch, heads_q, heads_kv, heads_q // heads_kv, q_len, kv_len, head_dim, value_dim,
+        q, k, v, call.kv_lens, call.kv_start, call.block_table, call.q_lens, call.key_mask, call.tree_mask,
+        call.alibi_slopes, call.sinks, head_dim**-0.5 if call.scale is None else float(call.scale),
+        call.causal, call.window, call.softcap or None,
+        batch, heads_q, heads_kv, heads_q // heads_kv, q_len, kv_len, page_size, head_dim, value_dim,
     )  # fmt: skip
 
 
@@ -115,18 +137,39 @@ def find_errors(call: Call) -> Iterator[Exception]:
         yield from _state_errors(call)
 
 
+_ARRAYS = (
+    "kv_lens", "kv_start", "block_table", "q_lens", "alibi_slopes", "sinks", "key_mask", "tree_mask", "out", "lse"
+)  # fmt: skip
+
+
 def _option_errors(call: Call) -> Iterator[Exception]:
     """Options that are wrong whatever the arrays are."""
     if call.layout not in LAYOUTS:
         yield ValueError(f"layout must be one of {list(LAYOUTS)}, got {call.layout!r}")
-    scale = call.scale
-    if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            yield TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-        elif not math.isfinite(scale):
-            yield ValueError(f"scale must be finite, got {scale}")
-        elif abs(scale) > _MAX_SCALE:
-            yield ValueError(f"scale must be at most {_MAX_SCALE:.3g} in magnitude, got {scale}")
+    for name in ("scale", "softcap"):
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if isinstance(x, bool) or not isinstance(x, (int, float)):
+            yield TypeError(f"{name} must be a number or None, got {type(x).__name__}")
+        elif not math.isfinite(x):
+            yield ValueError(f"{name} must be finite, got {x}")
+        elif abs(x) > _MAX_SCALE:
+            yield ValueError(f"{name} must be at most {_MAX_SCALE:.3g} in magnitude, got {x}")
+        elif name == "softcap" and x < 0:
+            yield ValueError(f"softcap must be at least 0, where 0 means off, got {x}")
+    window = call.window
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            yield TypeError(f"window must be an int or None, got {type(window).__name__}")
+        elif window < 0:
+            yield ValueError(f"window must be at least 0 keys left of the query's own, got {window}; None means off")
+    for name in ("causal", "check"):
+        x = getattr(call, name)
+        if not isinstance(x, bool):
+            yield TypeError(f"{name} must be a bool, got {type(x).__name__}")
+    if call.tree_mask is not None and call.causal is False:
+        yield ValueError("causal must be True with tree_mask, which takes its place among the new tokens, got False")
     for name, most in (("num_splits", MAX_SPLITS), ("split_size", MAX_KV_LEN)):
         x = getattr(call, name)
         if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
@@ -135,8 +178,6 @@ def _option_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"{name} must be from 1 to {most}, got {x}; None means automatic")
     if call.num_splits is not None and call.split_size is not None:
         yield ValueError(f"split_size must be None when num_splits is given, got {call.split_size}")
-    if not isinstance(call.check, bool):
-        yield TypeError(f"check must be a bool, got {type(call.check).__name__}")
 
 
 def _kind_errors(call: Call) -> Iterator[Exception]:
@@ -146,7 +187,7 @@ def _kind_errors(call: Call) -> Iterator[Exception]:
             yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         elif x.layout != torch.strided:
             yield TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
-    for name in ("kv_lens", "kv_start", "key_mask", "out", "lse"):
+    for name in _ARRAYS:
         x = getattr(call, name)
         if x is not None and not isinstance(x, Tensor):
             yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
@@ -173,60 +214,43 @@ def _rank_errors(call: Call) -> Iterator[Exception]:
 def _shape_errors(call: Call) -> Iterator[Exception]:
     q, k, v = call.q, call.k, call.v
     heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
-    batch, heads_q, heads_kv = q.shape[0], q.shape[heads], k.shape[heads]
+    batch, heads_q, heads_kv, q_len = q.shape[0], q.shape[heads], k.shape[heads], q.shape[length]
     kv_len, head_dim, value_dim = k.shape[length], q.shape[3], v.shape[3]
 
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != batch:
-            yield ValueError(f"{name} must have the batch of q, {batch}, got {x.shape[0]}")
+    if call.block_table is None:
+        for name, x in (("k", k), ("v", v)):
+            if x.shape[0] != batch:
+                yield ValueError(f"{name} must have the batch of q, {batch}, got {x.shape[0]}")
+    elif v.shape[0] != k.shape[0]:
+        yield ValueError(f"v must have the pages of k, {k.shape[0]}, got {v.shape[0]}")
     if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv != 0:
         yield ValueError(f"heads_q must be a positive multiple of heads_kv, got {heads_q} and {heads_kv}")
     if v.shape[heads] != heads_kv:
         yield ValueError(f"v must have the heads of k, {heads_kv}, got {v.shape[heads]}")
     if v.shape[length] != kv_len:
         yield ValueError(f"v must have the length of k, {kv_len}, got {v.shape[length]}")
-    if q.shape[length] != 1:
-        yield ValueError(f"q must hold one query token per sequence, got {q.shape[length]}")
+    if not 1 <= q_len <= MAX_Q_LEN:
+        yield ValueError(f"q must hold 1 to {MAX_Q_LEN} query tokens per sequence, got {q_len}")
     if k.shape[3] != head_dim:
         yield ValueError(f"k must have the head_dim of q, {head_dim}, got {k.shape[3]}")
-    for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
-        if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= MAX_HEAD_DIM:
-            yield ValueError(
-                f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {width}"
-            )
-    if kv_len > MAX_KV_LEN:
-        yield ValueError(f"k must hold at most {MAX_KV_LEN} keys, got {kv_len}")
+    for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
+        if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= most:
+            yield ValueError(f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}, got {width}")
+    capacity = _capacity(call)
+    if capacity > MAX_KV_LEN:
+        yield ValueError(f"k must hold at most {MAX_KV_LEN} keys, got {capacity}")
     split_size = call.split_size
-    if isinstance(split_size, int) and split_size >= 1 and kv_len > split_size * MAX_SPLITS:
-        yield ValueError(f"split_size must cut {kv_len} keys into at most {MAX_SPLITS} splits, got {split_size}")
+    if isinstance(split_size, int) and split_size >= 1 and capacity > split_size * MAX_SPLITS:
+        yield ValueError(f"split_size must cut {capacity} keys into at most {MAX_SPLITS} splits, got {split_size}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() and x.stride(3) != 1:
             yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
         if x.device != q.device:
             yield ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
-    for name in ("kv_lens", "kv_start"):
-        x = getattr(call, name)
-        if x is not None:
-            if x.dtype not in (torch.int32, torch.int64):
-                yield TypeError(f"{name} must be int32 or int64, got {x.dtype}")
-            if x.shape != (batch,):
-                yield ValueError(f"{name} must have shape [{batch}], got {list(x.shape)}")
-            elif x.numel() > 1 and x.stride(0) != 1:
-                yield ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
-            if x.device != q.device:
-                yield ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-    mask = call.key_mask
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            yield TypeError(f"key_mask must be bool, True for a visible key, got {mask.dtype}")
-        if mask.shape != (batch, kv_len):
-            yield ValueError(f"key_mask must have shape [{batch}, {kv_len}], got {list(mask.shape)}")
-        if mask.device != q.device:
-            yield ValueError(f"key_mask must be on the device of q, {q.device}, got {mask.device}")
-
+    yield from _array_errors(call, batch, heads_q, q_len, kv_len)
+    out_shape, lse_shape = (*q.shape[:3], value_dim), (batch, heads_q, q_len)
     out, lse = call.out, call.lse
-    out_shape = (*q.shape[:3], value_dim)
     if out is not None:
         if out.dtype != q.dtype:
             yield TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")
@@ -238,7 +262,6 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"out must have a contiguous last axis, got strides {list(out.stride())}")
         if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
             yield ValueError(f"out must not overlap itself, got strides {list(out.stride())}")
-    lse_shape = (batch, heads_q, q.shape[length])
     if lse is not None:
         if lse.dtype != torch.float32:
             yield TypeError(f"lse must be float32, got {lse.dtype}")
@@ -246,6 +269,42 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"lse must be contiguous with shape {list(lse_shape)}, got {list(lse.shape)}")
         if lse.device != q.device:
             yield ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
+
+
+def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int) -> Iterator[Exception]:
+    """The optional arrays: dtype, shape, device, and which of them go together."""
+    table = call.block_table
+    if table is not None and table.ndim == 2:
+        length *= table.shape[1]
+        if call.k.shape[2 if call.layout == "bhnd" else 1] == 0:
+            yield ValueError("k must have pages of at least one key, got 0")
+        if call.kv_lens is None:
+            yield ValueError("kv_lens must be given with block_table, got None")
+    integers = (torch.int32, torch.int64)
+    expected: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
+        "kv_lens": (integers, (batch,)),
+        "kv_start": (integers, (batch,)),
+        "q_lens": (integers, (batch,)),
+        "block_table": ((torch.int32,), (batch, None)),
+        "alibi_slopes": ((torch.float32,), (heads_q,)),
+        "sinks": ((torch.float32,), (heads_q,)),
+        "key_mask": ((torch.bool,), (batch, length)),
+        "tree_mask": ((torch.bool,), (batch, q_len, q_len)),
+    }
+    for name, (dtypes, shape) in expected.items():
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if x.dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            yield TypeError(f"{name} must be {names}, got {x.dtype}")
+        if x.ndim != len(shape) or any(want not in (None, have) for want, have in zip(shape, x.shape, strict=True)):
+            wanted = str([want if want is not None else "max_pages" for want in shape]).replace("'", "")
+            yield ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
+        elif x.ndim == 1 and x.numel() > 1 and x.stride(0) != 1:
+            yield ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+        if x.device != call.q.device:
+            yield ValueError(f"{name} must be on the device of q, {call.q.device}, got {x.device}")
 
 
 def _state_errors(call: Call) -> Iterator[Exception]:
@@ -258,10 +317,38 @@ def _state_errors(call: Call) -> Iterator[Exception]:
             )
         if x.is_neg():
             yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
-    for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start)):
+    for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start), ("q_lens", call.q_lens)):
         if lens is None or lens.numel() == 0 or not (call.check or lens.device.type == "cpu"):
             continue
-        kv_len = call.k.shape[2 if call.layout == "bhnd" else 1]
+        length = 2 if call.layout == "bhnd" else 1
+        most, what = (
+            (call.q.shape[length], "query tokens") if name == "q_lens" else (_capacity(call), "the cache's keys")
+        )
         low, high = (int(y) for y in torch.aminmax(lens))
-        if low < 0 or high > kv_len:
-            yield ValueError(f"{name} must lie from 0 to the cache's {kv_len} keys, got values from {low} to {high}")
+        if low < 0 or high > most:
+            yield ValueError(f"{name} must lie from 0 to {most}, {what}, got values from {low} to {high}")
+    if call.block_table is not None and call.check:
+        yield from _page_errors(call)
+
+
+def _page_errors(call: Call) -> Iterator[Exception]:
+    """Page ids outside the pool among those that the lengths reach; reads the table, so only for check=True."""
+    table, pages = call.block_table, call.k.shape[0]
+    assert table is not None, "called with a table"
+    assert call.kv_lens is not None, "a table comes with lengths"
+    page_size = call.k.shape[2 if call.layout == "bhnd" else 1]
+    first = torch.arange(table.shape[1], device=table.device) * page_size
+    bad = (first < call.kv_lens[:, None]) & ((table < 0) | (table >= pages))
+    if bool(bad.any()):
+        b, column = (int(i) for i in bad.nonzero()[0])
+        yield ValueError(
+            f"block_table must hold pages from 0 to {pages - 1} where kv_lens reaches, "
+            f"got {int(table[b, column])} at [{b}, {column}]"
+        )
+
+
+def _capacity(call: Call) -> int:
+    """Keys the cache can hold per sequence."""
+    length = call.k.shape[2 if call.layout == "bhnd" else 1]
+    table = call.block_table
+    return length if table is None or table.ndim != 2 else length * table.shape[1]

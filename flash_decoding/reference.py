@@ -16,8 +16,16 @@ def reference(
     layout: str = "bhnd",
     kv_lens: Tensor | None = None,
     kv_start: Tensor | None = None,
+    block_table: Tensor | None = None,
+    q_lens: Tensor | None = None,
     scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     key_mask: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What flash_decode() must return, computed in float64 from the inputs as stored.
@@ -32,28 +40,58 @@ def reference(
         >>> reference(q, k, v).shape
         torch.Size([1, 4, 1, 64])
     """
-    q, k, v = q.double(), k.double(), v.double()
     if layout == "bnhd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    kv_len, group = k.shape[2], q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    batch, heads_q, q_len, head_dim = q.shape
+    if block_table is not None:
+        assert kv_lens is not None, "a table comes with lengths"
+        k, v = (_gather_pages(x, block_table, kv_lens) for x in (k, v))
+    kv_len, group = k.shape[2], heads_q // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
 
-    n = torch.arange(kv_len, device=q.device)
-    visible = torch.ones(q.shape[0], kv_len, dtype=torch.bool, device=q.device)
-    if kv_lens is not None:
-        visible &= n < kv_lens[:, None]
+    lens = torch.full((batch,), kv_len, device=q.device) if kv_lens is None else kv_lens.long()
+    tokens = torch.full((batch,), q_len, device=q.device) if q_lens is None else q_lens.long()
+    n = torch.arange(kv_len, device=q.device)[None, None, :]
+    t = torch.arange(q_len, device=q.device)[None, :, None]
+    first_new = (lens - tokens)[:, None, None]
+    own = first_new + t  # [B, Lq, 1], each query's own position
+    visible = ((n < lens[:, None, None]) & (t < tokens[:, None, None])).clone()  # [B, Lq, N]
     if kv_start is not None:
-        visible &= n >= kv_start[:, None]
+        visible &= n >= kv_start[:, None, None]
     if key_mask is not None:
-        visible &= key_mask
+        visible &= key_mask[:, None, :]
+    if tree_mask is not None:
+        new = (n - first_new).expand(batch, q_len, kv_len)
+        visible &= (new < 0) | torch.gather(tree_mask, 2, new.clamp(0, q_len - 1))
+    elif causal:
+        visible &= n <= own
+    if window is not None:
+        visible &= n >= own - window
+    visible = visible[:, None]  # [B, 1, Lq, N]
 
-    s = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible[:, None, None, :], -math.inf)
+    s = q.double() @ k.transpose(-1, -2) * scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.double()[None, :, None, None] * (own - n).abs()[:, None]
+    s = s.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(s, dim=-1)
-    p = torch.exp(s - lse[..., None]).masked_fill(~visible[:, None, None, :], 0.0)
-    # A weight of zero does not remove a NaN, so values nobody may see are taken out as well.
-    out = p @ v.masked_fill(~visible[:, None, :, None], 0.0)
+    total = lse
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.double()[None, :, None].expand_as(lse))
+    p = torch.exp(s - total[..., None]).masked_fill(~visible, 0.0)
+    # A weight of zero does not remove a NaN, so values that no query of a sequence sees are taken out as well.
+    out = p @ v.masked_fill(~visible.any(dim=2)[..., None], 0.0)
 
     if layout == "bnhd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def _gather_pages(pool: Tensor, block_table: Tensor, kv_lens: Tensor) -> Tensor:
+    """[pages, Hkv, page_size, D] as [B, Hkv, N, D]; table entries that no length reaches count as page 0."""
+    page_size = pool.shape[2]
+    first = torch.arange(block_table.shape[1], device=pool.device) * page_size
+    pages = block_table.long().masked_fill(first >= kv_lens[:, None], 0)
+    return pool[pages].transpose(1, 2).flatten(2, 3)

@@ -32,6 +32,8 @@ class Tile:
     block_dv: int  # value_dim, padded
     num_warps: int
     num_stages: int
+    rest_d: int = 0  # what a head_dim over 256 has beyond block_d, padded
+    buffers: int = 1  # tiles of K and V on their way from memory while one is worked on
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +50,44 @@ def next_power_of_2(x: int) -> int:
 
 
 def choose_tile(
-    group: int, q_len: int, head_dim: int, value_dim: int, element_size: int, shared_memory: int = MIN_SHARED_MEMORY
+    group: int,
+    q_len: int,
+    head_dim: int,
+    value_dim: int,
+    element_size: int,
+    shared_memory: int = MIN_SHARED_MEMORY,
+    *,
+    paged: bool = False,
 ) -> Tile:
     """The tile of the GPU's chunk kernel. Never looks at batch or length, so that neither changes a result's bits.
 
     Args:
         element_size: bytes per element of q, k and v.
         shared_memory: bytes that one program may use on the device.
+        paged: whether rows are found through a block table.
     """
-    block_d, block_dv = next_power_of_2(head_dim), next_power_of_2(value_dim)
+    block_d, rest_d, block_dv = next_power_of_2(head_dim), 0, next_power_of_2(value_dim)
+    if head_dim > 256 and block_d != head_dim:
+        # Padding to the next power of two would not fit; two parts are two products.
+        block_d //= 2
+        rest_d = max(next_power_of_2(head_dim - block_d), 16)
     widest, rows = max(block_d, block_dv), next_power_of_2(group * q_len)
     if element_size == 4:
         # Exact float32 is multiplied out in registers, so rows * keys * width elements must fit there; and from 16
         # rows on Triton would turn that product into a dot with TF32.
-        block_m = min(rows, 8)
+        block_m = min(rows, 8 if widest <= 256 else 4)
         block_n = min(max(16384 // (block_m * widest), 8), 128)
-        return Tile(block_m, block_n, block_d, block_dv, 8, 3)
+        return Tile(block_m, block_n, block_d, block_dv, 8, 3, rest_d, 1)
 
-    block_m = min(max(rows, 16), 64 if widest <= 128 else 32)
-    block_n = 64 if widest == 128 or block_m == 64 else 32
-    num_warps = block_m // 16 * (1 if widest <= 64 else 4)
-    tile_bytes = block_n * (block_d + block_dv) * element_size
-    buffers = min(3, (shared_memory - _SHARED_BESIDES_PIPELINE) // tile_bytes)
-    return Tile(block_m, block_n, block_d, block_dv, min(num_warps, 8), buffers + 1)
+    block_m = min(max(rows, 16), 64 if widest <= 128 else 32 if widest <= 256 else 16)
+    block_n = 64 if widest == 128 or (block_m == 64 and widest <= 128) else 32 if widest <= 256 else 16
+    num_warps = block_m // 16 * (1 if widest <= 64 else 4 if widest <= 256 else 8)
+    tile_bytes = block_n * (block_d + rest_d + block_dv) * element_size
+    besides = _SHARED_BESIDES_PIPELINE + (block_m * (block_d + rest_d) * element_size if widest > 256 else 0)
+    buffers = max(1, min(3, (shared_memory - besides) // tile_bytes))
+    # The hop from a page id to its rows takes a second stage for every buffer.
+    num_stages = (2 * buffers if paged else buffers) + 1
+    return Tile(block_m, block_n, block_d, block_dv, min(num_warps, 8), num_stages, rest_d, buffers)
 
 
 @lru_cache(maxsize=4096)
@@ -86,6 +103,8 @@ def choose_plan(
     element_size: int,
     processors: int,
     shared_memory: int = MIN_SHARED_MEMORY,
+    paged: bool = False,
+    window: int | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
 ) -> Plan:
@@ -95,9 +114,13 @@ def choose_plan(
         kv_len: keys of the cache; lengths per sequence are on the device and are not looked at.
         processors: streaming multiprocessors of the device.
         shared_memory: bytes that one program may use there.
+        paged: whether rows are found through a block table.
+        window: keys left of its own that a query sees; what is outside is not loaded and not counted.
         num_splits, split_size: the caller's wish; None means choose.
     """
-    tile = choose_tile(group, q_len, head_dim, value_dim, element_size, shared_memory)
+    tile = choose_tile(group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged)
+    if window is not None:
+        kv_len = min(kv_len, window + q_len)
     if split_size is not None:
         return Plan(max(1, -(-kv_len // split_size)), split_size, tile)
     if num_splits is None:
@@ -111,7 +134,7 @@ def programs_per_processor(tile: Tile, element_size: int) -> int:
     """How many programs of the chunk kernel keep one processor's share of the memory system busy."""
     if element_size == 4:
         return 2  # their tiles are in registers, where two programs fit
-    in_flight = (tile.num_stages - 1) * tile.block_n * (tile.block_d + tile.block_dv) * element_size
+    in_flight = tile.buffers * tile.block_n * (tile.block_d + tile.rest_d + tile.block_dv) * element_size
     return -(-_BYTES_IN_FLIGHT // in_flight)
 
 

@@ -29,21 +29,43 @@ class Compiled:
     ptx: str
 
 
-def compile_chunk(dtype, group, head_dim, value_dim, tile: Tile, arch, *, split=True, masked=False) -> Compiled:
-    """The chunk kernel as a call with aligned tensors compiles it."""
+def compile_chunk(
+    dtype,
+    group,
+    head_dim,
+    value_dim,
+    tile: Tile,
+    arch,
+    *,
+    split=True,
+    masked=False,
+    page_size=None,
+    q_len=1,
+    options=False,
+) -> Compiled:
+    """The chunk kernel as an aligned call compiles it; masked: with lengths, starts and a key mask; options: with all."""
     x, stride = f"*{NAMES[dtype]}", ("i32", "i32", "i32")
     partial = "*fp32" if split else "constexpr"
+    lens = "*i32" if masked or page_size else "constexpr"
     signature = {
         "q_ptr": x, "q_stride": stride, "k_ptr": x, "k_stride": stride, "v_ptr": x, "v_stride": stride,
-        "kv_lens_ptr": "*i32" if masked else "constexpr", "kv_start_ptr": "*i32" if masked else "constexpr",
-        "key_mask_ptr": "*i1" if masked else "constexpr", "key_mask_stride": ("i32", "i32"),
+        "block_table_ptr": "*i32" if page_size else "constexpr", "block_table_step": "i32",
+        "kv_lens_ptr": lens, "kv_start_ptr": "*i32" if masked else "constexpr",
+        "q_lens_ptr": "*i32" if options else "constexpr",
+        "key_mask_ptr": "*i1" if masked else "constexpr", "key_mask_step_b": "i32", "key_mask_step_n": "i32",
+        "tree_mask_ptr": "*i1" if options else "constexpr", "tree_step_b": "i32", "tree_step_t": "i32",
+        "tree_step_n": "i32", "alibi_ptr": "*fp32" if options else "constexpr",
+        "sinks_ptr": "*fp32" if options and not split else "constexpr",
         "out_ptr": x, "out_stride": stride, "lse_ptr": "constexpr" if split else "*fp32",
         "acc_ptr": partial, "m_ptr": partial, "l_ptr": partial,
-        "scale": "fp32", "kv_len": "i32", "Hkv": "i32", "rows": "i32", "num_splits": "i32", "split_size": "constexpr",
+        "scale": "fp32", "softcap": "fp32" if options else "constexpr", "window": "i32" if options else "constexpr",
+        "kv_len": "i32", "Hkv": "i32", "rows": "i32", "num_splits": "i32", "split_size": "constexpr",
     }  # fmt: skip
     constants = {
-        "G": group, "Lq": 1, "D": head_dim, "DV": value_dim,
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv,
+        "G": group, "Lq": q_len, "D": head_dim, "DV": value_dim, "CAUSAL": True, "PAGE_SIZE": page_size,
+        "V_IN_K": head_dim > 256 and tile.block_d == tile.block_dv == value_dim,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "REST_D": tile.rest_d,
+        "BLOCK_DV": tile.block_dv,
     }  # fmt: skip
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 
@@ -52,7 +74,8 @@ def compile_reduce(dtype, value_dim, block_s, num_warps, arch) -> Compiled:
     """The reduce kernel likewise."""
     signature = {
         "acc_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32", "out_ptr": f"*{NAMES[dtype]}",
-        "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "Hq": "i32", "rows": "i32", "num_splits": "i32",
+        "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "sinks_ptr": "*fp32",
+        "Hq": "i32", "rows": "i32", "num_splits": "i32",
     }  # fmt: skip
     constants = {"Lq": 1, "DV": value_dim, "BLOCK_S": block_s, "BLOCK_DV": min(SLICE, next_power_of_2(value_dim))}
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)

@@ -11,16 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, assert_matches, describe, make_inputs
+from helpers import DTYPES, assert_matches, describe, make_inputs, max_error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numba import njit
+from paging import to_pages
 
-from flash_decoding import flash_decode
+from flash_decoding import flash_decode, reference
 from flash_decoding.backends import cpu
-from flash_decoding.backends.cpu import simd, threads
+from flash_decoding.backends.cpu import scores, simd, threads
 from flash_decoding.backends.cpu.chunk import TILE
-from flash_decoding.backends.cpu.simd import LANES
+from flash_decoding.backends.cpu.simd import FLOAT32, LANES
+from flash_decoding.problem import Call, make_problem
 
-FLOAT32 = np.float32(0)
 KINDS = {torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}
 
 
@@ -28,6 +31,12 @@ KINDS = {torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}
 def exp2_all(x, y):
     for i in range(0, x.size, LANES):
         simd.store(y.ctypes.data + 4 * i, simd.exp2(simd.load(x.ctypes.data + 4 * i, FLOAT32)), FLOAT32)
+
+
+@njit
+def tanh_all(x, y):
+    for i in range(0, x.size, LANES):
+        simd.store(y.ctypes.data + 4 * i, scores.tanh(simd.load(x.ctypes.data + 4 * i, FLOAT32)), FLOAT32)
 
 
 @njit
@@ -53,9 +62,17 @@ tuple_of_lanes = tuple(range(LANES))
 
 
 def exp2(values):
+    return map_vectors(exp2_all, values)
+
+
+def tanh(values):
+    return map_vectors(tanh_all, values)
+
+
+def map_vectors(function, values):
     x = np.resize(np.asarray(values, np.float32), -(-len(values) // LANES) * LANES)
     y = np.empty_like(x)
-    exp2_all(x, y)
+    function(x, y)
     return y[: len(values)]
 
 
@@ -213,6 +230,252 @@ def test_zero_strides_change_no_bit():
     assert torch.equal(flash_decode(*views), flash_decode(*(x.contiguous() for x in views)))
 
 
+# The options of serving caches.
+
+
+def random_slopes(heads):
+    return torch.rand(heads) * 0.25
+
+
+def visible_keys(q, k, **options):
+    """[B, Lq, N], which keys each token sees: those to whose value the reference gives weight."""
+    names = ("kv_lens", "kv_start", "q_lens", "causal", "window", "key_mask", "tree_mask")
+    batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
+    one_hot = torch.eye(kv_len, dtype=torch.float64).expand(batch, 1, -1, -1)
+    zeros = torch.zeros(batch, 1, q_len, 16), torch.zeros(batch, 1, kv_len, 16)
+    return reference(*zeros, one_hot, **{name: options[name] for name in names if name in options})[:, 0] > 0
+
+
+def serve_and_check(q, k, v, *, plan=None, page_size=None, shared=False, layout="bhnd", poison=torch.nan, **options):
+    """One call on a cache, dense or paged, that holds poison wherever no query looks, against the reference on a clean
+    one. Arguments are in layout bhnd."""
+    kv_len, q_len = k.shape[2], q.shape[2]
+    want, want_lse = reference(q, k, v, return_lse=True, **options)
+    hidden = ~visible_keys(q, k, **options).any(dim=1)
+    if shared:
+        hidden = hidden.all(dim=0, keepdim=True).expand_as(hidden)
+    dirty = k.masked_fill(hidden[:, None, :, None], poison)
+    view = v.data_ptr() == k.data_ptr() and k.numel() > 0
+    values = dirty[..., : v.shape[3]] if view else v.masked_fill(hidden[:, None, :, None], poison)
+    if page_size is not None:
+        ends = options["kv_lens"]
+        tokens = options.get("q_lens", torch.full_like(ends, q_len))
+        window = options.get("window")
+        starts = options.get("kv_start", torch.zeros_like(ends))
+        if window is not None:
+            starts = torch.maximum(starts, ends - tokens - min(window, kv_len))
+        ends = ends.where(tokens > 0, 0)
+        dirty, pool, table = to_pages(dirty, values, page_size, ends, starts=starts, shared=shared)
+        values = dirty[..., : v.shape[3]] if view else pool
+        options = {**options, "block_table": table}
+        if "key_mask" in options:
+            unused = table.shape[1] * page_size - kv_len
+            options["key_mask"] = torch.nn.functional.pad(options["key_mask"], (0, unused), value=True)
+    arrays = [q, dirty, values]
+    if layout == "bnhd":
+        arrays = [x.transpose(1, 2) for x in arrays]
+    out, lse = flash_decode(*arrays, layout=layout, return_lse=True, backend="cpu", **(plan or {}), **options)
+    out = out if layout == "bhnd" else out.transpose(1, 2)
+    largest = max(1.0, v.abs().max().item()) if v.numel() else 1.0
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[q.dtype] * largest
+    assert max_error(out, want) <= bound
+    empty = want_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert max_error(lse[~empty], want_lse[~empty]) <= 1e-4
+    assert bool((out[empty] == 0).all())
+    return out, lse
+
+
+PLANS = [{"num_splits": 1}, {"num_splits": 3}, {"split_size": 100}]
+ALONE = {
+    "several-tokens": {},
+    "not-causal": {"causal": False},
+    "window-0": {"window": 0},
+    "window-1": {"window": 1},
+    "window-140": {"window": 140},
+    "window-not-causal": {"window": 20, "causal": False},
+    "softcap-small": {"softcap": 0.3},
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi_slopes": torch.linspace(0.001, 0.25, 6)},
+    "alibi-not-causal": {"alibi_slopes": torch.linspace(-0.01, 0.25, 6), "causal": False},
+    "sinks": {"sinks": torch.tensor([-torch.inf, -3.0, 0.0, 3.0, 12.0, 200.0])},
+    "q-lens": {"q_lens": torch.tensor([5, 0, 1])},
+    "lens": {"kv_lens": torch.tensor([300, 3, 130], dtype=torch.int32)},  # 3 keys, 5 tokens: two see nothing
+    "lens-not-causal": {"kv_lens": torch.tensor([300, 3, 0]), "causal": False},
+    "start": {"kv_start": torch.tensor([297, 128, 0])},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=describe)
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+def test_each_option_alone(options, dtype, plan):
+    _, k, v = make_inputs(3, 6, 2, 300, 72, dtype, "cpu")
+    q = torch.randn(3, 6, 5, 72).to(dtype)
+    serve_and_check(q, k, v, plan=plan, **options)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=describe)
+@pytest.mark.parametrize("q_len", [1, 2, 16, 64])
+def test_trees_of_new_tokens(q_len, plan):
+    _, k, v = make_inputs(3, 6, 2, 300, 72, torch.float32, "cpu")
+    q = torch.randn(3, 6, q_len, 72)
+    tree_mask = torch.rand(3, q_len, q_len) < 0.3
+    tree_mask[1, :, q_len // 2 :] = False  # these new keys nobody sees
+    serve_and_check(q, k, v, plan=plan, tree_mask=tree_mask)
+    serve_and_check(q, k, v, plan=plan, tree_mask=tree_mask.transpose(1, 2), window=2)
+    q_lens = torch.tensor([q_len, q_len // 2, 0])
+    serve_and_check(q, k, v, plan=plan, tree_mask=tree_mask, q_lens=q_lens, kv_lens=torch.tensor([q_len - 1, 300, 9]))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128, 1000])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("plan", PLANS, ids=describe)
+def test_pages(page_size, layout, plan):
+    _, k, v = make_inputs(3, 6, 2, 300, 72, torch.float16, "cpu", value_dim=40)
+    for q_len, window in ((1, None), (1, 70), (5, 70)):
+        q = torch.randn(3, 6, q_len, 72).half()
+        options = {"kv_lens": torch.tensor([300, 0, 131]), "plan": plan, "layout": layout}
+        if window is not None:
+            options["window"] = window
+        paged = serve_and_check(q, k, v, page_size=page_size, **options)
+        dense = serve_and_check(q, k, v, **options)
+        assert torch.equal(paged[0], dense[0])
+        assert torch.equal(paged[1], dense[1])
+
+
+def test_sequences_share_pages():
+    _, k, v = make_inputs(1, 4, 2, 300, 64, torch.float32, "cpu")
+    q = torch.randn(4, 4, 3, 64)
+    kv_lens, kv_start = torch.tensor([300, 64, 65, 2], dtype=torch.int32), torch.tensor([0, 10, 64, 0])
+    k, v = k.expand(4, -1, -1, -1), v.expand(4, -1, -1, -1)
+    for page_size in (1, 3, 16, 64):
+        serve_and_check(q, k, v, kv_lens=kv_lens, kv_start=kv_start, page_size=page_size, shared=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize("plan", PLANS, ids=describe)
+def test_values_that_are_a_view_into_the_keys(dtype, plan):
+    k = torch.randn(2, 1, 200, 576).to(dtype)
+    kv_lens = torch.tensor([200, 77], dtype=torch.int32)
+    for q_len in (1, 2):
+        q = torch.randn(2, 16, q_len, 576).to(dtype)
+        serve_and_check(q, k, k[..., :512], plan=plan, kv_lens=kv_lens)
+        serve_and_check(q, k, k[..., :512], plan=plan, kv_lens=kv_lens, page_size=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (320, 264), (576, 16), (16, 512), (568, 504)])
+def test_wide_heads(head_dim, value_dim, dtype):
+    _, k, v = make_inputs(1, 2, 2, TILE + 3, head_dim, dtype, "cpu", value_dim=value_dim)
+    serve_and_check(torch.randn(1, 10, 2, head_dim).to(dtype), k, v, plan={"num_splits": 2})
+
+
+@st.composite
+def calls(draw):
+    """q, k, v in layout bhnd and the options of one call, of which many may be on."""
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    batch, heads_kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 4, 5, 8]))
+    q_len = draw(st.sampled_from([1, 1, 2, 3, 5, 16, 64]))
+    kv_len = draw(st.sampled_from([1, 2, 63, 64, 65, TILE, TILE + 1, 300]))
+    head_dim, value_dim = draw(st.sampled_from([(16, 16), (24, 40), (64, 64), (136, 72), (72, 136), (576, 512)]))
+    dtype = draw(st.sampled_from(DTYPES))
+    heads_q = heads_kv * group
+    q, k, v = (
+        torch.randn(*shape).to(dtype)
+        for shape in (
+            (batch, heads_q, q_len, head_dim),
+            (batch, heads_kv, kv_len, head_dim),
+            (batch, heads_kv, kv_len, value_dim),
+        )
+    )
+    if value_dim <= head_dim and draw(st.booleans()):
+        v = k[..., :value_dim]
+    tree = draw(st.booleans()) and draw(st.booleans())
+    choices = {
+        "kv_lens": torch.randint(kv_len + 1, (batch,), dtype=draw(st.sampled_from([torch.int32, torch.int64]))),
+        "kv_start": torch.randint(kv_len + 1, (batch,)) * (torch.rand(batch) < 0.5),
+        "q_lens": torch.randint(q_len + 1, (batch,)),
+        "scale": draw(st.sampled_from([0.0, -0.05, 0.2])),
+        "causal": tree,
+        "window": draw(st.sampled_from([0, 1, 7, 130, 10**9])),
+        "softcap": draw(st.sampled_from([0.0, 0.5, 3.0, 30.0])),
+        "alibi_slopes": random_slopes(heads_q),
+        "sinks": torch.randn(heads_q) * 5,
+        "key_mask": torch.rand(batch, kv_len) < draw(st.sampled_from([0.02, 0.5, 0.95])),
+    }
+    options = {name: value for name, value in choices.items() if draw(st.booleans())}
+    if tree:
+        options["tree_mask"] = torch.rand(batch, q_len, q_len) < draw(st.sampled_from([0.1, 0.6]))
+        options["causal"] = True
+    how = {
+        "page_size": draw(st.sampled_from([None, 1, 3, 16, 64])),
+        "layout": draw(st.sampled_from(["bhnd", "bnhd"])),
+        "plan": draw(
+            st.sampled_from([{}, {"num_splits": 1}, {"num_splits": 2}, {"num_splits": 7}, {"split_size": 30}])
+        ),
+        "poison": draw(st.sampled_from([torch.nan, torch.inf])),
+    }
+    if how["page_size"] is not None:
+        options.setdefault("kv_lens", torch.full((batch,), kv_len))
+        if draw(st.booleans()):
+            how["shared"] = True
+            k, v = (x[:1].expand(batch, -1, -1, -1) for x in (k, v))
+    return q, k, v, options, how
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls())
+def test_any_combination_of_options(call):
+    q, k, v, options, how = call
+    serve_and_check(q, k, v, **how, **options)
+
+
+def test_a_hidden_value_that_is_not_finite_stays_out_of_rows_without_keys():
+    _, k, v = make_inputs(1, 4, 1, 3, 64, torch.float32, "cpu")
+    v[:, :, 1] = torch.nan
+    for num_splits in (1, 2):
+        out, lse = flash_decode(torch.randn(1, 4, 4, 64), k, v, num_splits=num_splits, return_lse=True)
+        assert bool((out[:, :, 0] == 0).all())
+        assert bool((lse[:, :, 0] == -torch.inf).all())
+        assert bool(out[:, :, 2:].isnan().all())
+
+
+def test_rows_of_one_token_are_blind_to_later_keys_that_hold_nan_scores():
+    _, k, v = make_inputs(1, 4, 1, 40, 64, torch.float32, "cpu")
+    q = torch.randn(1, 4, 2, 64)
+    want = flash_decode(q, k, v)
+    k[:, :, -1] = torch.nan
+    out = flash_decode(q, k, v)
+    assert torch.equal(out[:, :, 0], want[:, :, 0])
+    assert bool(out[:, :, 1].isnan().all())
+
+
+@pytest.mark.parametrize("softcap", [1e-40, 1e-30, 1e-3, 1e3, 1e9, 1e30, 1e37])
+def test_extreme_soft_caps(softcap):
+    _, k, v = make_inputs(1, 4, 2, 50, 64, torch.float32, "cpu")
+    serve_and_check(torch.randn(1, 4, 2, 64), k, v, softcap=softcap)
+
+
+def test_tanh_is_exact_to_some_roundings():
+    x = np.concatenate([np.linspace(-12, 12, 400_000), np.geomspace(1e-37, 1.0, 99_999), [0.0]]).astype(np.float32)
+    y = tanh(x)
+    want = np.tanh(x.astype(np.float64))
+    number = want != 0
+    assert np.abs(y[number] / want[number] - 1).max() < 2.5e-7
+    special = np.array([np.inf, -np.inf, 3e38, np.nan], np.float32)
+    assert np.array_equal(tanh(special), np.array([1, -1, 1, np.nan], np.float32), equal_nan=True)
+
+
+def test_a_window_shortens_the_work():
+    _, k, v = make_inputs(1, 4, 1, 300, 64, torch.float32, "cpu")
+    q = torch.randn(1, 4, 2, 64)
+    problem = make_problem(Call(q, k, v, window=20))
+    assert cpu.plan(problem, None, 10).num_splits == 3
+    assert cpu.plan(make_problem(Call(q, k, v)), None, 10).num_splits == 30
+    assert cpu._elements(problem) == 22 * 128 * 2
+
+
 # Threads.
 
 
@@ -300,20 +563,22 @@ def test_count_threads(elements, count, thread_count):
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_kv", "kv_len", "threads_", "splits"),
+    ("batch", "heads_kv", "kv_len", "threads_", "row_blocks", "splits"),
     [
-        (1, 8, 8192, 1, 1),
-        (1, 8, 8192, 2, 1),
-        (1, 1, 8192, 2, 8),
-        (1, 3, 8192, 2, 3),
-        (1, 1, 600, 2, 2),
-        (1, 1, 0, 2, 1),
-        (0, 8, 99, 2, 1),
-        (1, 8, 8192, 64, 32),
+        (1, 8, 8192, 1, 1, 1),
+        (1, 8, 8192, 2, 1, 1),
+        (1, 1, 8192, 2, 1, 8),
+        (1, 3, 8192, 2, 1, 3),
+        (1, 1, 600, 2, 1, 2),
+        (1, 1, 600, 2, 2, 4),
+        (1, 1, 200, 2, 16, 3),
+        (1, 1, 0, 2, 1, 1),
+        (0, 8, 99, 2, 1, 1),
+        (1, 8, 8192, 64, 1, 32),
     ],
 )
-def test_choose_cpu_splits(batch, heads_kv, kv_len, threads_, splits):
-    assert threads.choose_cpu_splits(batch, heads_kv, kv_len, threads_) == splits
+def test_choose_cpu_splits(batch, heads_kv, kv_len, threads_, row_blocks, splits):
+    assert threads.choose_cpu_splits(batch, heads_kv, kv_len, threads_, row_blocks) == splits
 
 
 # Processes and compiled code.
@@ -327,9 +592,10 @@ def inputs(dtype, n):
     torch.manual_seed(n)
     return [torch.randn(*shape).to(dtype) for shape in ((2, 5, 1, 72), (2, 1, n, 72), (2, 1, n, 40))]
 
-def check(dtype, n=3000):
-    x = inputs(dtype, n)
-    error = (flash_decode(*x, num_splits=4) - reference(*x)).abs().max().item()
+def check(dtype, n=3000, tokens=1, **options):
+    q, k, v = inputs(dtype, n)
+    q = q.expand(-1, -1, tokens, -1)
+    error = (flash_decode(q, k, v, num_splits=4, **options) - reference(q, k, v, **options)).abs().max().item()
     assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], error
 """
 
@@ -419,7 +685,12 @@ thread.join()
 )
 def test_older_processors(name, features, lanes, tmp_path):
     """No AVX-512, and then neither FMA nor float16 instructions: slower, with right results."""
-    code = f"from flash_decoding.backends.cpu import simd; assert simd.LANES == {lanes}; check(torch.float16)"
+    code = f"""
+from flash_decoding.backends.cpu import simd
+assert simd.LANES == {lanes}
+check(torch.float16)
+check(torch.float16, 500, 5, softcap=3.0, alibi_slopes=torch.rand(5) / 8, sinks=torch.rand(5), window=300)
+"""
     cache = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     finish(start(code, **cache))
 

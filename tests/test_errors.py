@@ -22,10 +22,10 @@ REFUSED = [
     (dict(k=K[:, :0], v=V[:, :0]), ValueError, "heads_q must be a positive multiple of heads_kv, got 4 and 0"),
     (dict(v=V[:, :1]), ValueError, "v must have the heads of k, 2, got 1"),
     (dict(v=V[:, :, :9]), ValueError, "v must have the length of k, 10, got 9"),
-    (dict(q=torch.zeros(2, 4, 2, 64)), ValueError, "q must hold one query token per sequence, got 2"),
+    (dict(q=torch.zeros(2, 4, 65, 64)), ValueError, "q must hold 1 to 64 query tokens per sequence, got 65"),
     (dict(k=K[..., :32]), ValueError, "k must have the head_dim of q, 64, got 32"),
-    (dict(v=torch.zeros(2, 2, 10, 20)), ValueError, "value_dim must be a multiple of 8 from 16 to 256, got 20"),
-    (dict(q=Q[..., :8], k=K[..., :8]), ValueError, "head_dim must be a multiple of 8 from 16 to 256, got 8"),
+    (dict(v=torch.zeros(2, 2, 10, 20)), ValueError, "value_dim must be a multiple of 8 from 16 to 512, got 20"),
+    (dict(q=Q[..., :8], k=K[..., :8]), ValueError, "head_dim must be a multiple of 8 from 16 to 576, got 8"),
     (dict(k=torch.zeros(2, 2, 10, 128)[..., ::2]), ValueError, "k must have a contiguous last axis"),
     (dict(q=torch.zeros(2, 4, 1, 1).expand(2, 4, 1, 64)), ValueError, "q must have a contiguous last axis"),
     (dict(k=K.to("meta")), ValueError, "k must be on the device of q, cpu, got meta"),
@@ -34,7 +34,7 @@ REFUSED = [
     (dict(kv_lens=torch.zeros(3, dtype=torch.int32)), ValueError, r"kv_lens must have shape \[2\], got \[3\]"),
     (dict(kv_lens=torch.zeros(4, dtype=torch.int32)[::2]), ValueError, "kv_lens must be contiguous, got stride 2"),
     (dict(kv_lens=LENS.to("meta")), ValueError, "kv_lens must be on the device of q, cpu, got meta"),
-    (dict(kv_lens=torch.tensor([3, 11])), ValueError, "kv_lens must lie from 0 to the cache's 10 keys, got values from 3 to 11"),
+    (dict(kv_lens=torch.tensor([3, 11])), ValueError, "kv_lens must lie from 0 to 10, the cache's keys, got values from 3 to 11"),
     (dict(kv_start=torch.tensor([-1, 0])), ValueError, "kv_start must lie from 0"),
     (dict(key_mask=torch.ones(2, 10)), TypeError, "key_mask must be bool"),
     (dict(key_mask=torch.ones(2, 9, dtype=torch.bool)), ValueError, r"key_mask must have shape \[2, 10\], got \[2, 9\]"),
@@ -51,6 +51,23 @@ REFUSED = [
     (dict(k=K[:, :1].expand(2, 2, 10, 64)[:, :, :1].expand(2, 2, 20000, 64), v=V[:, :, :1].expand(2, 2, 20000, 64), split_size=1), ValueError, "split_size must cut 20000 keys into at most 16384 splits, got 1"),
     (dict(k=K[:, :, :1].expand(2, 2, 2**31, 64), v=V[:, :, :1].expand(2, 2, 2**31, 64)), ValueError, "k must hold at most 2147418112 keys"),
     (dict(scale=1e39), ValueError, "scale must be at most"),
+    (dict(softcap=-1), ValueError, "softcap must be at least 0, where 0 means off, got -1"),
+    (dict(softcap=float("nan")), ValueError, "softcap must be finite, got nan"),
+    (dict(window=-1), ValueError, "window must be at least 0 keys left of the query's own, got -1; None means off"),
+    (dict(window=1.0), TypeError, "window must be an int or None, got float"),
+    (dict(causal=1), TypeError, "causal must be a bool, got int"),
+    (dict(q_lens=torch.tensor([1, 2])), ValueError, "q_lens must lie from 0 to 1, query tokens, got values from 1 to 2"),
+    (dict(q_lens=LENS.half()), TypeError, "q_lens must be int32 or int64"),
+    (dict(sinks=torch.zeros(3)), ValueError, r"sinks must have shape \[4\], got \[3\]"),
+    (dict(sinks=torch.zeros(4).half()), TypeError, "sinks must be float32, got torch.float16"),
+    (dict(alibi_slopes=torch.zeros(2, 4)), ValueError, r"alibi_slopes must have shape \[4\], got \[2, 4\]"),
+    (dict(tree_mask=torch.ones(2, 2, 2, dtype=torch.bool)), ValueError, r"tree_mask must have shape \[2, 1, 1\]"),
+    (dict(tree_mask=torch.ones(2, 1, 1, dtype=torch.bool), causal=False), ValueError, "causal must be True with tree_mask"),
+    (dict(block_table=torch.zeros(2, 3, dtype=torch.int64), kv_lens=LENS), TypeError, "block_table must be int32, got torch.int64"),
+    (dict(block_table=torch.zeros(3, 3, dtype=torch.int32), kv_lens=LENS), ValueError, r"block_table must have shape \[2, max_pages\], got \[3, 3\]"),
+    (dict(block_table=torch.zeros(6, dtype=torch.int32), kv_lens=LENS), ValueError, r"block_table must have shape \[2, max_pages\], got \[6\]"),
+    (dict(block_table=torch.zeros(2, 3, dtype=torch.int32)), ValueError, "kv_lens must be given with block_table, got None"),
+    (dict(block_table=torch.tensor([[0, 9], [1, 9]], dtype=torch.int32), kv_lens=torch.tensor([12, 5]), check=True), ValueError, r"block_table must hold pages from 0 to 1 where kv_lens reaches, got 9 at \[0, 1\]"),
     (dict(check="no"), TypeError, "check must be a bool, got str"),
     (dict(q=torch._neg_view(Q)), ValueError, "q must not be a negated view"),
     (dict(q=Q.to_sparse()), TypeError, "q must be a dense tensor"),
@@ -102,7 +119,7 @@ def test_gradients_are_no_obstacle_where_they_are_off():
 
 
 def test_an_option_that_is_not_there_is_absent():
-    for option in ("window", "softcap", "sinks", "block_table"):
+    for option in ("kv_format", "k_scale", "v_scale"):
         with pytest.raises(TypeError, match=option):
             flash_decode(Q, K, V, **{option: None})
 

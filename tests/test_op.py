@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flash_decoding import Workspace, flash_decode
+from flash_decoding.problem import Call
 
 pytestmark = pytest.mark.compiles
 
@@ -40,7 +41,7 @@ def test_jit_trace_records_the_op(target):
 def test_the_schema_holds(target):
     q, k, v = make_inputs(2, 4, 2, 30, 64, torch.float32, target.device)
     out, lse = torch.zeros_like(q), torch.zeros(2, 4, 1, device=target.device)
-    arguments = (q, k, v, "bhnd", None, None, None, None, 3, None, "auto", out, lse)
+    arguments = (*Call(q, k, v, num_splits=3)[: Call._fields.index("out")], "auto", out, lse)
     torch.ops.flash_decoding.decode(*arguments)
     assert_matches(out, lse, q, k, v)
     torch.library.opcheck(torch.ops.flash_decoding.decode.default, arguments)
@@ -75,7 +76,6 @@ def test_vmap_is_refused_and_not_wrong(target):
 
 def test_bad_input_is_refused_by_the_op(target):
     q, k, v = make_inputs(2, 4, 2, 30, 64, torch.float32, target.device)
+    arguments = Call(q, k.half(), v)[: Call._fields.index("out")]
     with pytest.raises(TypeError, match="k must have the dtype of q"):
-        torch.ops.flash_decoding.decode(
-            q, k.half(), v, "bhnd", None, None, None, None, None, None, "auto", torch.zeros_like(q), None
-        )
+        torch.ops.flash_decoding.decode(*arguments, "auto", torch.zeros_like(q), None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_decoding.backends.cpu.chunk import Call, Sequence, View, make_kernel
-from flash_decoding.backends.cpu.scores import LOG2_E, ScoreOptions
+from flash_decoding.backends.cpu.scores import make_options
 from flash_decoding.backends.cpu.threads import choose_cpu_splits, count_threads, run_shared
 from flash_decoding.problem import Problem
 from flash_decoding.split_plan import Plan, Tile
@@ -46,12 +46,13 @@ if hasattr(os, "register_at_fork"):
 def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Plan:
     """How many splits; the tile only says where even splits may be cut."""
     p = problem
+    keys = _most_keys(p)
     if split_size is not None:
-        num_splits = max(1, -(-p.kv_len // split_size))
+        num_splits = max(1, -(-keys // split_size))
     elif num_splits is None:
         # Of a ragged batch, one sequence may be nearly all the work.
         batch = p.batch if p.kv_lens is None else 1
-        num_splits = choose_cpu_splits(batch, p.heads_kv, p.kv_len, count_threads(_elements(p)))
+        num_splits = choose_cpu_splits(batch, p.heads_kv, keys, count_threads(_elements(p)), _row_blocks(p))
     return Plan(num_splits, split_size, Tile(4, _BLOCK_N, p.head_dim, p.value_dim, num_warps=1, num_stages=1))
 
 
@@ -71,10 +72,20 @@ def compile_status() -> dict[str, str]:
     return {str(dtype).removeprefix("torch."): _status.get(dtype, "not loaded") for dtype in _KINDS}
 
 
+def _most_keys(problem: Problem) -> int:
+    """How many keys the tokens of one sequence can see between them, whatever its length."""
+    return problem.kv_len if problem.window is None else min(problem.kv_len, problem.window + problem.q_len)
+
+
+def _row_blocks(problem: Problem) -> int:
+    """Blocks of four query rows per KV head; each passes over the keys once."""
+    return -(-problem.group * problem.q_len // 4)
+
+
 def _elements(problem: Problem) -> int:
-    """K and V elements, once per block of four query rows: a measure of the work that needs no read of kv_lens."""
-    blocks = -(-problem.group * problem.q_len // 4)
-    return problem.batch * problem.heads_kv * problem.kv_len * (problem.head_dim + problem.value_dim) * blocks
+    """K and V elements, once per block of query rows: a measure of the work that needs no read of kv_lens."""
+    p = problem
+    return p.batch * p.heads_kv * _most_keys(p) * (p.head_dim + p.value_dim) * _row_blocks(p)
 
 
 def _work(kernel: Callable[..., Any], call: Call, kind: Any, keep: tuple[object, ...]) -> None:
@@ -90,18 +101,24 @@ def _describe(
         k=_view(p.k),
         v=_view(p.v),
         out=_view(out),
-        lse=0 if lse is None else lse.data_ptr(),
+        lse=_address(lse),
         partial_acc=0 if partial is None else partial.acc.data_ptr(),
         partial_m=0 if partial is None else partial.m.data_ptr(),
         partial_l=0 if partial is None else partial.l.data_ptr(),
         kv_lens=_sequence(p.kv_lens),
         kv_start=_sequence(p.kv_start),
-        key_mask=_NOWHERE if p.key_mask is None else _mask_view(p.key_mask),
+        q_lens=_sequence(p.q_lens),
+        block_table=_view_table(p.block_table),
+        key_mask=_view_table(p.key_mask),
+        tree_mask=_view_table(p.tree_mask),
+        causal=p.causal and p.tree_mask is None,
+        window=p.kv_len if p.window is None else min(p.window, p.kv_len),
         batch=p.batch,
         heads_q=p.heads_q,
         heads_kv=p.heads_kv,
         q_len=p.q_len,
         kv_len=p.kv_len,
+        page_size=p.page_size or max(p.kv_len, 1),
         head_dim=p.head_dim,
         value_dim=p.value_dim,
         num_splits=plan.num_splits,
@@ -109,8 +126,12 @@ def _describe(
         block_n=plan.tile.block_n,
         next_unit=counters,
         arrived=counters + 8,
-        score=ScoreOptions(factor=p.scale * LOG2_E),
+        score=make_options(p.scale, p.softcap, _address(p.alibi_slopes), _address(p.sinks)),
     )
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _view(x: Tensor) -> View:
@@ -119,9 +140,13 @@ def _view(x: Tensor) -> View:
     return View(x.data_ptr(), batch * size, head * size, token * size)
 
 
-def _mask_view(mask: Tensor) -> View:
-    batch, token = mask.stride()
-    return View(mask.data_ptr(), batch, 0, token)
+def _view_table(x: Tensor | None) -> View:
+    """[batch, length] or [batch, tokens, length], whose tokens take the place of heads."""
+    if x is None:
+        return _NOWHERE
+    size = x.element_size()
+    batch, *tokens, length = x.stride()
+    return View(x.data_ptr(), batch * size, tokens[0] * size if tokens else 0, length * size)
 
 
 def _sequence(x: Tensor | None) -> Sequence:
@@ -167,6 +192,7 @@ def _empty_call(counter: int) -> Call:
     sizes = {"batch": 0, "heads_q": 1, "heads_kv": 1, "q_len": 1, "kv_len": 0, "head_dim": 16, "value_dim": 16}
     return Call(
         q=_NOWHERE, k=_NOWHERE, v=_NOWHERE, out=_NOWHERE, lse=0, partial_acc=0, partial_m=0, partial_l=0, kv_lens=none,
-        kv_start=none, key_mask=_NOWHERE, **sizes, num_splits=1, split_size=0, block_n=1, next_unit=counter,
-        arrived=counter, score=ScoreOptions(factor=1.0),
+        kv_start=none, q_lens=none, block_table=_NOWHERE, key_mask=_NOWHERE, tree_mask=_NOWHERE, causal=True, window=0,
+        **sizes, page_size=1, num_splits=1, split_size=0, block_n=1, next_unit=counter, arrived=counter,
+        score=make_options(1.0, None, 0, 0),
     )  # fmt: skip

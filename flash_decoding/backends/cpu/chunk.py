@@ -3,9 +3,11 @@
     s = scale * log2(e) * (q . k),   m = max s,   l = sum 2**(s - m),   acc = sum 2**(s - m) v
 
 A unit of work is one (sequence, KV head, split). It walks its keys in tiles of TILE: each tile is read from memory
-once and used by all the query rows of the KV head, four at a time, while the next tile is prefetched. Only visible
-keys enter a tile, by address, so nothing that is masked or past the end is ever loaded. A split without a key leaves
-acc = 0, m = -inf, l = 0. The thread that finishes the last split of a (sequence, KV head) merges them.
+once and used by all the query rows of the KV head, four at a time, while the next tile is prefetched. The rows are
+ordered by token, then by head, so that four rows are of few tokens, which see about the same keys. Only keys that some
+row sees enter a tile, by address, so nothing else is ever loaded and pages cost one look-up per tile and page. A split
+without a key leaves acc = 0, m = -inf, l = 0. The thread that finishes the last split of a (sequence, KV head) merges
+them.
 """
 
 from __future__ import annotations
@@ -16,18 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from flash_decoding.backends.cpu.reduce import FLOAT32, address_of, divisor, merge_row, vector_offset
+from flash_decoding.backends.cpu.masks import find_reach, hide_keys, hides, is_listed, overlaps
+from flash_decoding.backends.cpu.reduce import merge_row, vector_offset
 from flash_decoding.backends.cpu.scores import (
     NO_SCORE,
     ScoreOptions,
+    add_bias,
+    divisor,
     finite_base,
     natural_lse,
     transform_scores,
     weight,
 )
 from flash_decoding.backends.cpu.simd import (
+    FLOAT32,
     LANES,
     add,
+    address_of,
     at_most,
     div,
     element_bytes,
@@ -40,7 +47,6 @@ from flash_decoding.backends.cpu.simd import (
     load,
     load_addresses,
     load_block,
-    load_byte,
     load_double,
     load_each,
     load_float,
@@ -75,7 +81,7 @@ COLUMNS = tuple(range(LANES // 4))
 
 
 class View(NamedTuple):
-    """Address and strides of a [batch, heads, length, width] array, in bytes."""
+    """Address and strides of a [batch, heads, length, width] array, in bytes; of a paged cache, batch means pages."""
 
     base: int
     batch: int
@@ -104,12 +110,18 @@ class Call(NamedTuple):
     partial_l: int
     kv_lens: Sequence
     kv_start: Sequence
-    key_mask: View
+    q_lens: Sequence
+    block_table: View  # [batch, pages]: only batch and token are strides
+    key_mask: View  # [batch, keys], likewise
+    tree_mask: View  # [batch, query tokens, new tokens]
+    causal: bool  # False with a tree_mask, which takes its place
+    window: int  # kv_len where there is none
     batch: int
     heads_q: int
     heads_kv: int
     q_len: int
     kv_len: int
+    page_size: int  # without pages at least kv_len
     head_dim: int
     value_dim: int
     num_splits: int
@@ -133,15 +145,27 @@ class Scratch(NamedTuple):
     alpha: int  # [4] float32
     k: int  # [2, TILE] int64 addresses of the visible keys, of this tile and the next
     v: int  # [2, TILE] int64, their values
+    n: int  # [2, TILE] float32, their positions
     weights: int  # [num_splits] float32
 
 
 class KeyTile(NamedTuple):
-    """Where the visible keys of a tile are."""
+    """The visible ones of the keys from begin to end; the last entries are repeated to fill a vector."""
 
+    begin: int
+    end: int
+    size: int
     k: int  # address of [size] int64 addresses
     v: int
-    size: int
+    n: int  # address of [size] float32, positions counted from begin: small, so exact
+
+
+class Block(NamedTuple):
+    """Four query rows, or one, and the tokens from the first row's to that of the last that counts."""
+
+    row: int
+    first: int
+    last: int
 
 
 @inner
@@ -161,28 +185,31 @@ def cut_scratch(base, call):
     s = acc + rows * acc_row
     k = s + 4 * TILE * 4
     v = k + 16 * TILE
-    l = v + 16 * TILE
+    n = v + 16 * TILE
+    l = n + 8 * TILE
     m = l + 8 * rows
     alpha = m + 4 * rows
     weights = alpha + 16
-    return Scratch(q, q_row, acc, acc_row, s, m, l, alpha, k, v, weights), weights + 4 * call.num_splits
+    return Scratch(q, q_row, acc, acc_row, s, m, l, alpha, k, v, n, weights), weights + 4 * call.num_splits
 
 
 @inner
-def read_length(sequence, b, default, limit):
-    """Entry b of kv_lens or kv_start, clamped to [0, limit]."""
-    if sequence.base == 0:
-        return default
-    address = sequence.base + b * sequence.step
-    n = load_int64(address) if sequence.size == 8 else load_int32(address)
-    return min(max(n, 0), limit)
+def token_of(call, row):
+    """The query token of a row."""
+    return row // (call.heads_q // call.heads_kv)
 
 
 @inner
-def split_range(call, b, split):
+def head_of(call, h_kv, row):
+    """The query head of a row."""
+    group = call.heads_q // call.heads_kv
+    return h_kv * group + row % group
+
+
+@inner
+def split_range(call, reach, split):
     """First key and end of a split."""
-    first = read_length(call.kv_start, b, 0, call.kv_len)
-    last = max(read_length(call.kv_lens, b, call.kv_len, call.kv_len), first)
+    first, last = reach.first, reach.last
     if call.split_size > 0:
         begin, end = split * call.split_size, (split + 1) * call.split_size
     else:
@@ -194,10 +221,9 @@ def split_range(call, b, split):
 
 @inner
 def load_queries(call, kind, scratch, b, h_kv, rows):
-    """Widen the query rows of a KV head into scratch, zero where padded, and clear their softmax."""
-    group = call.heads_q // call.heads_kv
+    """Widen the query rows of a KV head into scratch, zero where padded to a whole block."""
     for row in range(whole(rows, 4)):
-        base = address_of(call.q, b, h_kv * group + row // call.q_len, row % call.q_len)
+        base = address_of(call.q, b, head_of(call, h_kv, row), token_of(call, row))
         for i in range(scratch.q_row // (4 * LANES)):
             place = scratch.q + row * scratch.q_row + 4 * LANES * i
             if row >= rows:
@@ -207,30 +233,50 @@ def load_queries(call, kind, scratch, b, h_kv, rows):
             store(place, load(base + d * element_bytes(kind), kind), FLOAT32)
             for lane in range(i * LANES - d):  # the elements that the vector before has already
                 store_float(place + 4 * lane, np.float32(0.0))
-        for i in range(scratch.acc_row // (4 * LANES)):
-            store(scratch.acc + row * scratch.acc_row + 4 * LANES * i, splat(np.float32(0.0)), FLOAT32)
-        store_float(scratch.m + 4 * row, NO_SCORE)
-        store_double(scratch.l + 8 * row, 0.0)
 
 
 @inner
-def find_keys(call, scratch, slot, b, h_kv, begin, end):
-    """The visible ones of at most TILE keys, listed in a slot of scratch; the last is repeated to fill a vector."""
+def clear_row(scratch, row):
+    """The softmax of a row that has seen no key."""
+    for i in range(scratch.acc_row // (4 * LANES)):
+        store(scratch.acc + row * scratch.acc_row + 4 * LANES * i, splat(np.float32(0.0)), FLOAT32)
+    store_float(scratch.m + 4 * row, NO_SCORE)
+    store_double(scratch.l + 8 * row, 0.0)
+
+
+@inner
+def page_of(call, b, n):
+    """The page of key n of a sequence; a dense cache is one page per sequence."""
+    if call.block_table.base == 0:
+        return b
+    return load_int32(address_of(call.block_table, b, 0, n // call.page_size))
+
+
+@inner
+def find_keys(call, scratch, slot, reach, h_kv, begin, end):
+    """The visible ones of at most TILE keys, listed in a slot of scratch."""
     keys = scratch.k + slot * 8 * TILE
     values = scratch.v + slot * 8 * TILE
-    k = address_of(call.k, b, h_kv, 0)
-    v = address_of(call.v, b, h_kv, 0)
-    mask = address_of(call.key_mask, b, 0, 0)
-    count = 0
-    for n in range(begin, end):
-        store_int64(keys + 8 * count, k + n * call.k.token)
-        store_int64(values + 8 * count, v + n * call.v.token)
-        if call.key_mask.base == 0 or load_byte(mask + n * call.key_mask.token) != 0:
-            count += 1
+    positions = scratch.n + slot * 4 * TILE
+    count, page_end = 0, begin
+    while page_end < end:
+        n = page_end
+        page = page_of(call, reach.b, n)
+        page_begin = n // call.page_size * call.page_size
+        page_end = min(page_begin + call.page_size, end)
+        k = address_of(call.k, page, h_kv, -page_begin)
+        v = address_of(call.v, page, h_kv, -page_begin)
+        for n in range(n, page_end):  # noqa: B020, it goes on from n
+            store_int64(keys + 8 * count, k + n * call.k.token)
+            store_int64(values + 8 * count, v + n * call.v.token)
+            store_float(positions + 4 * count, np.float32(n - begin))
+            if is_listed(call, reach, n):
+                count += 1
     if count > 0:
         for i in range(count, whole(count, LANES)):
             store_int64(keys + 8 * i, load_int64(keys + 8 * (count - 1)))
-    return KeyTile(keys, values, count)
+            store_float(positions + 4 * i, load_float(positions + 4 * (count - 1)))
+    return KeyTile(begin, end, count, keys, values, positions)
 
 
 @inner
@@ -251,6 +297,22 @@ def score_tile(call, kind, scratch, tile, ahead, row, rows, width):
     for r in range(len(rows)):
         for n in range(tile.size, whole(tile.size, LANES)):
             store_float(scratch.s + 4 * (r * TILE + n), NO_SCORE)
+
+
+@inner
+def adjust_scores(call, scratch, tile, reach, h_kv, block, rows):
+    """What depends on the query row: its bias, and -inf for the keys that it does not see."""
+    hiding = hides(call, reach, block.first, block.last, tile)
+    if not hiding and call.score.slopes == 0:
+        return
+    for r in range(len(rows)):
+        token = min(token_of(call, block.row + r), block.last)  # rows of padding count as the last token
+        s = scratch.s + 4 * TILE * r
+        if call.score.slopes != 0:
+            head = head_of(call, h_kv, block.row + r)
+            add_bias(call.score, head, reach.origin + token - tile.begin, tile, s)
+        if hiding:
+            hide_keys(call, reach, token, tile, s)
 
 
 @inner
@@ -295,11 +357,12 @@ def add_values(call, kind, scratch, tile, ahead, row, rows, columns):
 
 
 @inner
-def attend_tile(call, kind, scratch, tile, ahead, row, rows, width):
+def attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, rows, width):
     """Fold the keys of a tile into some query rows; the first rows prefetch the tile ahead."""
-    score_tile(call, kind, scratch, tile, ahead, row, rows, width)
-    weigh_tile(scratch, tile.size, row, rows)
-    add_values(call, kind, scratch, tile, ahead, row, rows, COLUMNS)
+    score_tile(call, kind, scratch, tile, ahead, block.row, rows, width)
+    adjust_scores(call, scratch, tile, reach, h_kv, block, rows)
+    weigh_tile(scratch, tile.size, block.row, rows)
+    add_values(call, kind, scratch, tile, ahead, block.row, rows, COLUMNS)
 
 
 @inner
@@ -312,15 +375,17 @@ def store_row(base, kind, scratch, row, value_dim, l):
 
 @inner
 def store_state(call, kind, scratch, b, h_kv, split, rows):
-    """Finish the rows where there is one split, else leave their partial softmax."""
-    group = call.heads_q // call.heads_kv
-    for row in range(rows):
-        head, token = h_kv * group + row // call.q_len, row % call.q_len
+    """Finish all rows where there is one split, else leave their partial softmax; only the first `rows` count."""
+    for row in range(call.heads_q // call.heads_kv * call.q_len):
+        head, token = head_of(call, h_kv, row), token_of(call, row)
+        # A row that saw no key may have added its zero weight times a value that is not finite.
+        if row >= rows or load_double(scratch.l + 8 * row) == 0.0:
+            clear_row(scratch, row)
         m, l = load_float(scratch.m + 4 * row), load_double(scratch.l + 8 * row)
         index = (b * call.heads_q + head) * call.q_len + token
         if call.num_splits == 1:
             out = address_of(call.out, b, head, token)
-            store_row(out, kind, scratch, row, call.value_dim, divisor(l))
+            store_row(out, kind, scratch, row, call.value_dim, divisor(call.score, head, m, l))
             if call.lse != 0:
                 store_float(call.lse + 4 * index, natural_lse(m, l))
         else:
@@ -334,20 +399,26 @@ def store_state(call, kind, scratch, b, h_kv, split, rows):
 @inner
 def attend_split(call, kind, scratch, b, h_kv, split):
     """One unit of work."""
-    rows = call.heads_q // call.heads_kv * call.q_len
+    reach = find_reach(call, b)
+    rows = call.heads_q // call.heads_kv * reach.tokens
     load_queries(call, kind, scratch, b, h_kv, rows)
-    begin, end = split_range(call, b, split)
-    slot, ahead = 0, find_keys(call, scratch, 0, b, h_kv, begin, min(begin + TILE, end))
+    for row in range(whole(rows, 4)):
+        clear_row(scratch, row)
+    begin, end = split_range(call, reach, split)
+    slot, ahead = 0, find_keys(call, scratch, 0, reach, h_kv, begin, min(begin + TILE, end))
     for n in range(begin, end, TILE):
         slot, tile = 1 - slot, ahead
-        ahead = find_keys(call, scratch, slot, b, h_kv, n + TILE, min(n + 2 * TILE, end))
+        ahead = find_keys(call, scratch, slot, reach, h_kv, n + TILE, min(n + 2 * TILE, end))
         if tile.size == 0:
             continue
         for row in range(0, rows, 4):
+            block = Block(row, token_of(call, row), token_of(call, min(row + 3, rows - 1)))
+            if not overlaps(call, reach, block.first, block.last, tile):
+                continue
             if rows - row == 1:
-                attend_tile(call, kind, scratch, tile, ahead, row, ONE_ROW, KEYS_OF_ONE_ROW)
+                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, ONE_ROW, KEYS_OF_ONE_ROW)
             else:
-                attend_tile(call, kind, scratch, tile, ahead, row, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
+                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
     store_state(call, kind, scratch, b, h_kv, split, rows)
 
 
@@ -360,7 +431,7 @@ def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
         stamp  # noqa: B018, captured by being named
         memory = np.empty(cut_scratch(0, call)[1] + 64, np.uint8)
         scratch = cut_scratch(whole(memory.ctypes.data, 64), call)[0]
-        group = call.heads_q // call.heads_kv
+        rows = call.heads_q // call.heads_kv * call.q_len
         while True:
             unit = fetch_add(call.next_unit, 1)
             problem, split = unit // call.num_splits, unit % call.num_splits
@@ -369,7 +440,7 @@ def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
             b, h_kv = problem // call.heads_kv, problem % call.heads_kv
             attend_split(call, kind, scratch, b, h_kv, split)
             if call.num_splits > 1 and fetch_add(call.arrived + 8 * problem, 1) == call.num_splits - 1:
-                for row in range(group * call.q_len):
-                    merge_row(call, kind, h_kv * group + row // call.q_len, row % call.q_len, b, scratch.weights)
+                for row in range(rows):
+                    merge_row(call, kind, head_of(call, h_kv, row), token_of(call, row), b, scratch.weights)
 
     return decode_units

@@ -3,16 +3,18 @@
     M = max m_i,   out = sum 2**(m_i - M) acc_i / sum 2**(m_i - M) l_i,   lse = ln 2 * M + ln(sum 2**(m_i - M) l_i)
 
 in the order of the splits, so that the timing of threads changes no bit. Splits that saw no key have m = -inf and
-weigh nothing.
+weigh nothing. A sink joins the sum of the first formula's denominator here, but not the lse.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from flash_decoding.backends.cpu.scores import NO_SCORE, natural_lse, weight
+from flash_decoding.backends.cpu.scores import NO_SCORE, divisor, natural_lse, weight
 from flash_decoding.backends.cpu.simd import (
+    FLOAT32,
     LANES,
+    address_of,
     div,
     element_bytes,
     fma,
@@ -24,25 +26,11 @@ from flash_decoding.backends.cpu.simd import (
     store_float,
 )
 
-FLOAT32 = np.float32(0)
-
-
-@inner
-def address_of(view, b, head, token):
-    """Where a row of a [batch, heads, length, width] array begins."""
-    return view.base + b * view.batch + head * view.head + token * view.token
-
 
 @inner
 def vector_offset(i, width):
     """First element of vector i of a row. The last vector of a row ends with it, and so may overlap the one before."""
     return min(i * LANES, width - LANES)
-
-
-@inner
-def divisor(l):
-    """What to divide acc by; a row without keys keeps its zeros."""
-    return np.float32(l if l != 0.0 else 1.0)
 
 
 @inner
@@ -60,7 +48,7 @@ def merge_row(call, kind, head, token, b, weights):
         store_float(weights + 4 * split, w)
 
     out = address_of(call.out, b, head, token)
-    total = splat(divisor(l))
+    total = splat(divisor(call.score, head, m, l))
     for i in range((call.value_dim + LANES - 1) // LANES):
         d = vector_offset(i, call.value_dim)
         acc = splat(np.float32(0.0))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -45,8 +46,17 @@ _EXP2 = (
 )
 
 
+# The kind of our own scratch.
+FLOAT32 = np.float32(0)
+
 # For functions that only kernels call: entry points from Python, which they do not need, are a third of compiling.
 inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@inner
+def address_of(view, b, head, token):
+    """Where a row of a [batch, heads, length, width] array begins."""
+    return view.base + b * view.batch + head * view.head + token * view.token
 
 
 class VectorType(types.Type):
@@ -97,9 +107,14 @@ def _broadcast(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
 
 def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     # fmuladd, not fma: without an FMA unit the latter is a library call per lane.
-    type_ = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    function = cgutils.get_or_insert_function(builder.module, type_, f"llvm.fmuladd.v{LANES}f32")
-    return builder.call(function, [a, b, c])
+    return _call(builder, "fmuladd", [a, b, c])
+
+
+def _call(builder: ir.IRBuilder, name: str, vectors: list[ir.Value]) -> ir.Value:
+    """One of LLVM's own functions on vectors."""
+    type_ = ir.FunctionType(_VECTOR, [_VECTOR] * len(vectors))
+    function = cgutils.get_or_insert_function(builder.module, type_, f"llvm.{name}.v{LANES}f32")
+    return builder.call(function, vectors)
 
 
 def _maximum(builder: ir.IRBuilder, new: ir.Value, old: ir.Value) -> ir.Value:
@@ -400,6 +415,37 @@ def div(typingctx: Any, a: Any, b: Any) -> Any:
 def maximum(typingctx: Any, new: Any, old: Any) -> Any:
     """The larger of two, lane by lane; old where new is NaN."""
     return _binary(_maximum)
+
+
+@intrinsic
+def absolute(typingctx: Any, x: Any) -> Any:
+    """|x|."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _call(builder, "fabs", args)
+
+    return Vector(Vector), codegen
+
+
+@intrinsic
+def copy_sign(typingctx: Any, magnitude: Any, sign: Any) -> Any:
+    """|magnitude| with the sign of the other."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _call(builder, "copysign", args)
+
+    return Vector(Vector, Vector), codegen
+
+
+@intrinsic
+def where_less(typingctx: Any, a: Any, b: Any, yes: Any, no: Any) -> Any:
+    """Lane by lane, yes where a < b, else no; no where one of them is NaN."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        a, b, yes, no = args
+        return builder.select(builder.fcmp_ordered("<", a, b), yes, no)
+
+    return Vector(Vector, Vector, Vector, Vector), codegen
 
 
 @intrinsic

@@ -17,8 +17,10 @@ import torch
 
 # K and V elements, times blocks of query rows, that are worth a thread: fewer take no longer than its start, 20 us.
 ELEMENTS_PER_THREAD = 300_000
-# Splits shorter than this many keys spend more on their own state than threads gain from sharing them.
+# Splits shorter than this many keys, times blocks of query rows, cost more to start than threads gain from sharing
+# them; splits of fewer keys than LEAST_KEYS spend much of their time on merging.
 MIN_KEYS_PER_SPLIT = 256
+LEAST_KEYS = 64
 UNITS_PER_THREAD = 4
 
 _lock = threading.Lock()
@@ -26,12 +28,13 @@ _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
-def choose_cpu_splits(batch: int, heads_kv: int, kv_len: int, threads: int) -> int:
+def choose_cpu_splits(batch: int, heads_kv: int, kv_len: int, threads: int, row_blocks: int = 1) -> int:
     """Splits per sequence so that every thread finds work until the end: one if heads and sequences are many enough."""
     units = batch * heads_kv
     if threads <= 1 or units == 0 or units >= UNITS_PER_THREAD * threads:
         return 1
-    return max(1, min(-(-UNITS_PER_THREAD * threads // units), kv_len // MIN_KEYS_PER_SPLIT))
+    keys = max(MIN_KEYS_PER_SPLIT // row_blocks, LEAST_KEYS)
+    return max(1, min(-(-UNITS_PER_THREAD * threads // units), kv_len // keys))
 
 
 def count_threads(elements: int) -> int:

@@ -25,9 +25,14 @@ def finite_or_zero(m):
 
 
 @triton.jit
-def finish_softmax(m, l):
-    """The factor that turns acc into out, and the natural lse; 0 and -inf where no key was seen."""
+def finish_softmax(m, l, sink):
+    """The factor that turns acc into out, and the natural lse; 0 and -inf where no key was seen.
+
+    A sink, one more logit in the denominator that has no value, counts for out alone; None means none.
+    """
     empty = l == 0.0
     l_safe = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (finite_or_zero(m) + tl.log2(l_safe)) / LOG2_E)
+    if sink is not None:
+        l_safe += tl.exp2(sink * LOG2_E - finite_or_zero(m))
     return tl.div_rn(1.0, l_safe), lse

@@ -4,7 +4,7 @@
 
 Grid: (query row, slice of Dv). A program reads m and l of all splits, BLOCK_S at a time, and its slice of their acc,
 which is read once; slicing keeps enough programs in flight when there are few rows. The first slice writes the lse.
-Rows without a key become out = 0 and lse = -inf.
+Rows without a key become out = 0 and lse = -inf. Attention sinks enter the denominator here, once.
 """
 
 import triton
@@ -23,12 +23,14 @@ SLICE = 32
 
 
 @triton.jit(
-    do_not_specialize=["Hq", "rows", "num_splits"], do_not_specialize_on_alignment=["m_ptr", "l_ptr", "lse_ptr"]
+    do_not_specialize=["Hq", "rows", "num_splits"],
+    do_not_specialize_on_alignment=["m_ptr", "l_ptr", "lse_ptr", "sinks_ptr"],
 )
 def _reduce_kernel(
     acc_ptr, m_ptr, l_ptr,  # [num_splits, B, Hq, Lq(, Dv)] float32
     out_ptr, out_stride,  # [B, Hq, Lq, Dv]; strides without the last, contiguous axis
     lse_ptr,  # [B, Hq, Lq] float32; None: not wanted
+    sinks_ptr,  # [Hq] float32; None: off
     Hq, rows, num_splits,
     Lq: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -53,8 +55,11 @@ def _reduce_kernel(
         out = out * alpha + tl.sum(w[:, None] * acc, 0)
         m_all, l_all = m_new, l_all * alpha + tl.sum(w * l, 0)
 
-    norm, lse = finish_softmax(m_all, l_all)
     b, h_q, t = row // (Hq * Lq), row // Lq % Hq, row % Lq
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + h_q)
+    norm, lse = finish_softmax(m_all, l_all, sink)
     tl.store(address(out_ptr, out_stride, (b, h_q, t, dv)), (out * norm).to(out_ptr.dtype.element_ty), mask=in_dv)
     if lse_ptr is not None:
         if tl.program_id(1) == 0:
@@ -73,9 +78,9 @@ def launch_reduce(problem: Problem, plan: Plan, partial: Partial, out: Tensor, l
     rows = p.batch * p.heads_q * p.q_len
     launch(
         _reduce_kernel,
-        (variant((out,), (stride,)), out.dtype, lse is None),
+        (variant((out,), (stride,)), out.dtype, lse is None, p.sinks is None),
         (rows, -(-p.value_dim // block_dv)),
-        (partial.acc, partial.m, partial.l, out, stride, lse, p.heads_q, rows, plan.num_splits),
+        (partial.acc, partial.m, partial.l, out, stride, lse, p.sinks, p.heads_q, rows, plan.num_splits),
         (p.q_len, p.value_dim, block_of_splits(plan.num_splits), block_dv),
         (4 if plan.num_splits > 32 else 1, 1),
     )

@@ -1,4 +1,4 @@
-"""What happens to a raw score between q k^T and the softmax."""
+"""What happens to a raw score between q k^T and the softmax, and which query row may see which key."""
 
 import math
 
@@ -9,6 +9,41 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def transform_scores(s, scale):
-    """Scale in float32, after the product, and change to base 2."""
-    return s * (scale * LOG2_E)
+def transform_scores(s, scale, softcap, slopes, own, n):
+    """Scale, cap, bias by distance, in float32 after the product; change to base 2. An option that is None is off."""
+    if softcap is None and slopes is None:
+        s = s * (scale * LOG2_E)
+    else:
+        s = s * scale
+        if softcap is not None:
+            s = softcap_scores(s, softcap)
+        if slopes is not None:
+            s = s - slopes[:, None] * tl.abs(own[:, None] - n[None, :]).to(tl.float32)
+        s = s * LOG2_E
+    return s
+
+
+@triton.jit
+def softcap_scores(s, cap):
+    """cap * tanh(s / cap), through exp2 of a non-positive number so that it cannot overflow."""
+    e = tl.exp2(tl.abs(s) * (-2.0 * LOG2_E) / cap)
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(s < 0, -t, t) * cap
+
+
+@triton.jit
+def sees(
+    n, own, t, in_row, tree_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL: tl.constexpr, Lq: tl.constexpr
+):
+    """Which query row may see which key, [M, N]; own is each row's position, the new tokens start at first_new."""
+    seen = in_row[:, None] & (n >= 0)[None, :]
+    if tree_ptr is not None:
+        new = n - first_new
+        is_new = (new >= 0) & (new < Lq)
+        at = tree_ptr + t[:, None] * tree_step_t + new[None, :] * tree_step_n
+        seen &= (new < 0)[None, :] | (tl.load(at, mask=in_row[:, None] & is_new[None, :], other=0) != 0)
+    elif CAUSAL:
+        seen &= n[None, :] <= own[:, None]
+    if window is not None:
+        seen &= n[None, :] >= (own - window)[:, None]
+    return seen

@@ -1,4 +1,4 @@
-"""Where a tile lives: addresses, split boundaries, the loads of K and V, and their product."""
+"""Where a tile lives: addresses, split boundaries, page look-up, the loads of K and V, and their product."""
 
 import os
 
@@ -20,14 +20,23 @@ def address(ptr, stride, index):
 
 
 @triton.jit
-def visible_range(kv_lens_ptr, kv_start_ptr, b, kv_len):
-    """Keys [first, last) of sequence b, kept inside the cache whatever the arrays hold; int32."""
-    first, last = 0, kv_len
-    if kv_lens_ptr is not None:
-        last = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), kv_len).to(tl.int32)
+def clamped_length(lens_ptr, b, most):
+    """Entry b of an array of lengths, kept inside [0, most] whatever it holds, int32; None means most."""
+    length = most
+    if lens_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(lens_ptr + b), 0), most).to(tl.int32)
+    return length
+
+
+@triton.jit
+def visible_range(kv_start_ptr, b, kv_len, q_len, window):
+    """Keys [first, last) that some query of sequence b may see, int32."""
+    first = 0
     if kv_start_ptr is not None:
-        first = tl.minimum(tl.maximum(tl.load(kv_start_ptr + b), 0), last).to(tl.int32)
-    return first, last
+        first = clamped_length(kv_start_ptr, b, kv_len)
+    if window is not None:
+        first = tl.maximum(first, kv_len - q_len - window)
+    return first, kv_len
 
 
 @triton.jit
@@ -44,12 +53,27 @@ def split_range(first, last, split, num_splits, split_size, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def load_rows(ptr, row_stride, n, in_n, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows n of one head's K or V, [N, BLOCK]: zero past WIDTH, and where not in_n (None: every row is there)."""
-    d = tl.arange(0, BLOCK)
-    at = ptr + n.to(tl.int64)[:, None] * row_stride + d[None, :]
+def locate_rows(table_ptr, n, first, in_n, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """(page, slot) of the keys n from `first` on, int64; a dense cache is one page. Never looks up a key not in_n."""
+    page, slot = 0, n.to(tl.int64)
+    if table_ptr is not None:
+        slot = slot % PAGE_SIZE
+        if ONE_PAGE:
+            page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
+        elif in_n is None:
+            page = tl.load(table_ptr + n // PAGE_SIZE).to(tl.int64)
+        else:
+            page = tl.load(table_ptr + n // PAGE_SIZE, mask=in_n, other=0).to(tl.int64)
+    return page, slot
+
+
+@triton.jit
+def load_rows(ptr, stride, page, slot, in_n, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns from START on of a head's rows of K or V, [N, BLOCK]; zero past WIDTH and where not in_n (None: all)."""
+    d = START + tl.arange(0, BLOCK)
+    at = ptr + (page * stride[0] + slot * stride[2])[:, None] + d[None, :]
     if in_n is None:
-        if WIDTH == BLOCK:
+        if START + BLOCK <= WIDTH:
             x = tl.load(at)
         else:
             x = tl.load(at, mask=(d < WIDTH)[None, :], other=0.0)
