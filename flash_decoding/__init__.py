@@ -1,7 +1,6 @@
 """Flash Decoding: attention of a few new queries against a long key/value cache, as fast as memory allows."""
 
 from flash_decoding.api import explain, flash_decode
-from flash_decoding.append import append_kv
 from flash_decoding.merge import merge_states
 from flash_decoding.reference import reference
 from flash_decoding.workspace import Workspace

@@ -43,7 +43,7 @@ def compile_chunk(
     q_len=1,
     options=False,
 ) -> Compiled:
-    """The chunk kernel as an aligned call compiles it; masked: with lengths, starts and a key mask; options: with all."""
+    """The chunk kernel as an aligned call compiles it; masked: with lengths, starts, a key mask; options: with all."""
     x, stride = f"*{NAMES[dtype]}", ("i32", "i32", "i32")
     partial = "*fp32" if split else "constexpr"
     lens = "*i32" if masked or page_size else "constexpr"
