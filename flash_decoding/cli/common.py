@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from flash_decoding.bench.workloads import Shape
-from flash_decoding.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_KV_LEN, MAX_SPLITS, MIN_HEAD_DIM
+from flash_decoding.problem import HEAD_DIM_STEP, MAX_KV_LEN, MAX_SPLITS, MAX_VALUE_DIM, MIN_HEAD_DIM
 
 
 def fail(sentence: str) -> NoReturn:
@@ -42,7 +42,7 @@ def find_device(name: str) -> torch.device:
 
 def takes_head_dim(head_dim: int) -> bool:
     """Whether the library takes this head size."""
-    return head_dim % HEAD_DIM_STEP == 0 and MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
+    return head_dim % HEAD_DIM_STEP == 0 and MIN_HEAD_DIM <= head_dim <= MAX_VALUE_DIM
 
 
 def require_supported(shapes: Sequence[Shape], num_splits: int | None) -> None:
@@ -53,7 +53,7 @@ def require_supported(shapes: Sequence[Shape], num_splits: int | None) -> None:
         fail(f"--num-splits must be at most {MAX_SPLITS}, got {num_splits}")
     for shape in shapes:
         if not takes_head_dim(shape.head_dim):
-            fail(f"D must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {shape.head_dim}")
+            fail(f"D must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_VALUE_DIM}, got {shape.head_dim}")
         if shape.kv_len > MAX_KV_LEN:
             fail(f"N must be at most {MAX_KV_LEN}, got {shape.kv_len}")
 
