@@ -77,7 +77,8 @@ def flash_decode(
         return_lse: return (out, lse) instead of out.
         out, lse: where to write; None allocates. out has the shape and dtype of the result, with any strides whose last
             is 1, and overlaps neither itself nor an input; lse is [B, Hq, Lq] float32 and contiguous.
-        workspace: scratch owned by the caller; None uses the library's own, one per device, stream and thread.
+        workspace: scratch owned by the caller; None uses the library's own, one per device, stream and thread. Must be
+            None under torch.compile and other tracers, whose graphs own their scratch.
         backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
         check: also read lengths and page ids on a GPU and refuse those outside the cache; synchronises.
 

@@ -15,7 +15,7 @@ def merge_states(
     outs: Tensor | Sequence[Tensor],
     lses: Tensor | Sequence[Tensor],
     *,
-    base: str = "e",
+    base: str | int = "e",
 ) -> tuple[Tensor, Tensor]:
     """Merge attention over disjoint sets of keys into attention over their union, exactly.
 
@@ -23,7 +23,8 @@ def merge_states(
     commutative and associative; the state without keys, (anything, -inf), is its identity. See docs/algebra.md.
 
     Args:
-        outs: the partial outputs, a sequence of [..., Dv] or one tensor [S, ..., Dv]; float16, bfloat16 or float32.
+        outs: the partial outputs, a sequence of [..., Dv] or one tensor [S, ..., Dv] whose first axis counts the states;
+            float16, bfloat16 or float32.
         lses: their log-sum-exp, a sequence of [...] or one tensor [S, ...]; float32. An entry of -inf or +inf means
             that the state saw no key (both conventions are in use); its output is then ignored, NaN included.
         base: "e" if the lses are natural logarithms (ours, flash-attn's), "2" if binary ones (FlashInfer's).
@@ -41,7 +42,7 @@ def merge_states(
         0.5
     """
     out, lse = _stacked("outs", outs), _stacked("lses", lses)
-    if base not in ("e", "2"):
+    if base not in ("e", "2", 2):
         raise ValueError(f"base must be 'e' or '2', got {base!r}")
     if out.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"outs must be float16, bfloat16 or float32, got {out.dtype}")
@@ -58,11 +59,11 @@ def merge_states(
     empty = lse == -math.inf
     top = lse.amax(dim=0)
     shift = top.masked_fill(top == -math.inf, 0.0)  # -inf - -inf would be NaN
-    w = torch.exp((lse - shift) * (_LN_2 if base == "2" else 1.0))
+    w = torch.exp((lse - shift) * (1.0 if base == "e" else _LN_2))
     total = w.sum(dim=0)
     w = w / total.masked_fill(total == 0, 1.0)
     merged = (w[..., None] * out.float().masked_fill(empty[..., None], 0.0)).sum(dim=0)
-    log_total = torch.log2(total) if base == "2" else torch.log(total)
+    log_total = torch.log(total) if base == "e" else torch.log2(total)
     return merged.to(out.dtype), shift + log_total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ def make_problem(call: Call) -> Problem:
     return Problem(
         q, k, v, call.kv_lens, call.kv_start, call.block_table, call.q_lens, call.key_mask, call.tree_mask,
         call.alibi_slopes, call.sinks, head_dim**-0.5 if call.scale is None else float(call.scale),
-        call.causal, call.window, call.softcap or None,
+        call.causal, call.window, float(call.softcap) if call.softcap else None,
         batch, heads_q, heads_kv, heads_q // heads_kv, q_len, kv_len, page_size, head_dim, value_dim,
     )  # fmt: skip
 
@@ -142,6 +143,9 @@ _ARRAYS = (
 )  # fmt: skip
 
 
+_LENGTHS = ("kv_lens", "kv_start", "q_lens")
+
+
 def _option_errors(call: Call) -> Iterator[Exception]:
     """Options that are wrong whatever the arrays are."""
     if call.layout not in LAYOUTS:
@@ -150,7 +154,7 @@ def _option_errors(call: Call) -> Iterator[Exception]:
         x = getattr(call, name)
         if x is None:
             continue
-        if isinstance(x, bool) or not isinstance(x, (int, float)):
+        if isinstance(x, bool) or not isinstance(x, Real):
             yield TypeError(f"{name} must be a number or None, got {type(x).__name__}")
         elif not math.isfinite(x):
             yield ValueError(f"{name} must be finite, got {x}")
@@ -190,7 +194,8 @@ def _kind_errors(call: Call) -> Iterator[Exception]:
     for name in _ARRAYS:
         x = getattr(call, name)
         if x is not None and not isinstance(x, Tensor):
-            yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+            hint = "; torch.tensor([...], dtype=torch.int32, device=q.device)" if name in _LENGTHS else ""
+            yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}{hint}")
 
 
 def _dtype_errors(call: Call) -> Iterator[Exception]:
@@ -224,13 +229,18 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
     elif v.shape[0] != k.shape[0]:
         yield ValueError(f"v must have the pages of k, {k.shape[0]}, got {v.shape[0]}")
     if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv != 0:
-        yield ValueError(f"heads_q must be a positive multiple of heads_kv, got {heads_q} and {heads_kv}")
+        yield ValueError(
+            f"heads_q must be a positive multiple of heads_kv, got {heads_q} and {heads_kv}{_other_layout(call)}"
+        )
     if v.shape[heads] != heads_kv:
         yield ValueError(f"v must have the heads of k, {heads_kv}, got {v.shape[heads]}")
     if v.shape[length] != kv_len:
         yield ValueError(f"v must have the length of k, {kv_len}, got {v.shape[length]}")
     if not 1 <= q_len <= MAX_Q_LEN:
-        yield ValueError(f"q must hold 1 to {MAX_Q_LEN} query tokens per sequence, got {q_len}")
+        yield ValueError(
+            f"q must hold 1 to {MAX_Q_LEN} query tokens per sequence, got {q_len}; prefill is for SDPA"
+            f"{_other_layout(call)}"
+        )
     if k.shape[3] != head_dim:
         yield ValueError(f"k must have the head_dim of q, {head_dim}, got {k.shape[3]}")
     for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
@@ -269,6 +279,17 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"lse must be contiguous with shape {list(lse_shape)}, got {list(lse.shape)}")
         if lse.device != q.device:
             yield ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
+
+
+def _other_layout(call: Call) -> str:
+    """A hint for the likeliest mistake: shapes that fit the layout that was not named."""
+    other = LAYOUTS[1 - LAYOUTS.index(call.layout)]
+    q, k, v = call.q, call.k, call.v
+    heads, length = (1, 2) if other == "bhnd" else (2, 1)
+    fits = k.shape[heads] > 0 and q.shape[heads] % k.shape[heads] == 0 and k.shape[:3] == v.shape[:3]
+    if not fits or q.shape[length] > MAX_Q_LEN:
+        return ""
+    return f"; the shapes {list(q.shape)} and {list(k.shape)} of q and k fit layout={other!r}"
 
 
 def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int) -> Iterator[Exception]:

@@ -51,6 +51,9 @@ class Workspace:
                 raise ValueError("device must be given with size_bytes, got None")
             self.reserve(size_bytes, device)
 
+    def __repr__(self) -> str:
+        return f"Workspace(size_bytes={self.size_bytes}, device={getattr(self._buffer, 'device', None)})"
+
     @staticmethod
     def size(*, batch: int, heads_q: int, value_dim: int, num_splits: int, q_len: int = 1) -> int:
         """Bytes that a call with these sizes needs; one split needs none."""

@@ -10,7 +10,7 @@ LENS = torch.tensor([3, 5], dtype=torch.int32)
 
 REFUSED = [
     (dict(q=[1.0]), TypeError, "q must be a torch.Tensor, got list"),
-    (dict(kv_lens=[3, 5]), TypeError, "kv_lens must be a torch.Tensor or None, got list"),
+    (dict(kv_lens=[3, 5]), TypeError, r"kv_lens must be a torch.Tensor or None, got list; torch.tensor\(\[...\], dtype=torch.int32"),
     (dict(layout="nhd"), ValueError, r"layout must be one of \['bhnd', 'bnhd'\], got 'nhd'"),
     (dict(q=Q[0]), ValueError, r"q must have shape \[B, H, L, D\] for layout 'bhnd', got \[4, 1, 64\]"),
     (dict(k=K[0]), ValueError, "k must have shape"),
@@ -18,7 +18,8 @@ REFUSED = [
     (dict(k=K.half()), TypeError, "k must have the dtype of q, torch.float32, got torch.float16"),
     (dict(v=V.bfloat16()), TypeError, "v must have the dtype of q"),
     (dict(k=K[:1]), ValueError, "k must have the batch of q, 2, got 1"),
-    (dict(q=torch.zeros(2, 3, 1, 64)), ValueError, "heads_q must be a positive multiple of heads_kv, got 3 and 2"),
+    (dict(q=torch.zeros(2, 3, 1, 64)), ValueError, "heads_q must be a positive multiple of heads_kv, got 3 and 2$"),
+    (dict(q=Q.transpose(1, 2), k=K.transpose(1, 2), v=V.transpose(1, 2)), ValueError, r"heads_kv, got 1 and 10; the shapes \[2, 1, 4, 64\] and \[2, 10, 2, 64\] of q and k fit layout='bnhd'"),
     (dict(k=K[:, :0], v=V[:, :0]), ValueError, "heads_q must be a positive multiple of heads_kv, got 4 and 0"),
     (dict(v=V[:, :1]), ValueError, "v must have the heads of k, 2, got 1"),
     (dict(v=V[:, :, :9]), ValueError, "v must have the length of k, 10, got 9"),

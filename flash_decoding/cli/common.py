@@ -53,7 +53,9 @@ def require_supported(shapes: Sequence[Shape], num_splits: int | None) -> None:
         fail(f"--num-splits must be at most {MAX_SPLITS}, got {num_splits}")
     for shape in shapes:
         if not takes_head_dim(shape.head_dim):
-            fail(f"D must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_VALUE_DIM}, got {shape.head_dim}")
+            fail(
+                f"D must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_VALUE_DIM}, got {shape.head_dim}"
+            )
         if shape.kv_len > MAX_KV_LEN:
             fail(f"N must be at most {MAX_KV_LEN}, got {shape.kv_len}")
 
