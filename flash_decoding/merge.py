@@ -23,7 +23,7 @@ def merge_states(
     commutative and associative; the state without keys, (anything, -inf), is its identity. See docs/algebra.md.
 
     Args:
-        outs: the partial outputs, a sequence of [..., Dv] or one tensor [S, ..., Dv] whose first axis counts the states;
+        outs: the partial outputs, a sequence of [..., Dv] or one tensor [S, ..., Dv] whose first axis counts states;
             float16, bfloat16 or float32.
         lses: their log-sum-exp, a sequence of [...] or one tensor [S, ...]; float32. An entry of -inf or +inf means
             that the state saw no key (both conventions are in use); its output is then ignored, NaN included.

@@ -156,7 +156,9 @@ def _option_errors(call: Call) -> Iterator[Exception]:
             continue
         if isinstance(x, bool) or not isinstance(x, Real):
             yield TypeError(f"{name} must be a number or None, got {type(x).__name__}")
-        elif not math.isfinite(x):
+            continue
+        x = float(x)
+        if not math.isfinite(x):
             yield ValueError(f"{name} must be finite, got {x}")
         elif abs(x) > _MAX_SCALE:
             yield ValueError(f"{name} must be at most {_MAX_SCALE:.3g} in magnitude, got {x}")
