@@ -2,4 +2,4 @@
 
 from flash_decoding.cli.main import app
 
-app(prog_name="flash-decoding")
+app()

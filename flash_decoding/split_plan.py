@@ -16,6 +16,10 @@ _BYTES_IN_FLIGHT = 72 * 1024
 _MERGE_TILES, _MERGE_SPLITS_PER_TILE = 2.5, 32
 # The model is no better than this, and fewer splits leave less to merge.
 _SLACK = 1.04
+# Even splits of sequences that differ in length are as uneven as these: the longest sequence's would be the last to
+# end. Pieces of so many keys balance by themselves; twice or half as many cost 2 to 10 % on three ragged batches.
+RAGGED_SPLIT_SIZE = 1024
+_MOST_PIECES = 1024
 # What the compiler keeps in shared memory besides the pipeline of K and V tiles: q, p and reductions over warps.
 _SHARED_BESIDES_PIPELINE = 8 * 1024
 # The least among the architectures that the kernels are for (sm_86, sm_89), in bytes per program.
@@ -81,11 +85,12 @@ def choose_tile(
 
     block_m = min(max(rows, 16), 64 if widest <= 128 else 32 if widest <= 256 else 16)
     block_n = 64 if widest == 128 or (block_m == 64 and widest <= 128) else 32 if widest <= 256 else 16
-    num_warps = block_m // 16 * (1 if widest <= 64 else 4 if widest <= 256 else 8)
+    num_warps = block_m // 16 * (1 if widest <= 64 else 2 if paged and widest <= 128 else 4 if widest <= 256 else 8)
     tile_bytes = block_n * (block_d + rest_d + block_dv) * element_size
     besides = _SHARED_BESIDES_PIPELINE + (block_m * (block_d + rest_d) * element_size if widest > 256 else 0)
-    buffers = max(1, min(3, (shared_memory - besides) // tile_bytes))
-    # The hop from a page id to its rows takes a second stage for every buffer.
+    # Two smaller programs hide the hop from a page id to its rows better than one deep pipeline. The hop takes a second
+    # stage for every buffer.
+    buffers = max(1, min(2 if paged and widest > 64 else 3, (shared_memory - besides) // tile_bytes))
     num_stages = (2 * buffers if paged else buffers) + 1
     return Tile(block_m, block_n, block_d, block_dv, min(num_warps, 8), num_stages, rest_d, buffers)
 
@@ -105,6 +110,7 @@ def choose_plan(
     shared_memory: int = MIN_SHARED_MEMORY,
     paged: bool = False,
     window: int | None = None,
+    ragged: bool = False,
     num_splits: int | None = None,
     split_size: int | None = None,
 ) -> Plan:
@@ -116,6 +122,7 @@ def choose_plan(
         shared_memory: bytes that one program may use there.
         paged: whether rows are found through a block table.
         window: keys left of its own that a query sees; what is outside is not loaded and not counted.
+        ragged: whether sequences may differ in length, by how much is not known here.
         num_splits, split_size: the caller's wish; None means choose.
     """
     tile = choose_tile(group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged)
@@ -126,6 +133,9 @@ def choose_plan(
     if num_splits is None:
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
         slots = processors * programs_per_processor(tile, element_size)
+        pieces = -(-kv_len // RAGGED_SPLIT_SIZE)
+        if ragged and pieces > 1 and problems * pieces >= slots and pieces <= _MOST_PIECES:
+            return Plan(pieces, RAGGED_SPLIT_SIZE, tile)
         num_splits = choose_num_splits(problems, -(-kv_len // tile.block_n), slots)
     return Plan(num_splits, None, tile)
 

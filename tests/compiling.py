@@ -77,7 +77,13 @@ def compile_reduce(dtype, value_dim, block_s, num_warps, arch) -> Compiled:
         "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "sinks_ptr": "*fp32",
         "Hq": "i32", "rows": "i32", "num_splits": "i32",
     }  # fmt: skip
-    constants = {"Lq": 1, "DV": value_dim, "BLOCK_S": block_s, "BLOCK_DV": min(SLICE, next_power_of_2(value_dim))}
+    constants = {
+        "Lq": 1,
+        "SKIP_EMPTY": False,
+        "DV": value_dim,
+        "BLOCK_S": block_s,
+        "BLOCK_DV": min(SLICE, next_power_of_2(value_dim)),
+    }
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
 
 

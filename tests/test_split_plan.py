@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_decoding.split_plan import MIN_SHARED_MEMORY, choose_num_splits, choose_plan, choose_tile
+from flash_decoding.split_plan import MIN_SHARED_MEMORY, RAGGED_SPLIT_SIZE, choose_num_splits, choose_plan, choose_tile
 
 H200 = dict(processors=132, shared_memory=232448)
 
@@ -42,6 +42,14 @@ def test_small_caches_are_not_cut():
     for kv_len in (0, 1, 16, 64):
         for batch in (1, 8, 64):
             assert plan(batch, 32, 8, kv_len, 128).num_splits == 1
+
+
+def test_sequences_that_may_differ_in_length_get_pieces_of_a_fixed_size():
+    assert plan(64, 32, 8, 16384, 128, paged=True, ragged=True).split_size == RAGGED_SPLIT_SIZE
+    assert plan(64, 32, 8, 16384, 128, paged=True, ragged=True).num_splits == 16
+    # Too few pieces for the device: even splits, which follow the lengths, fill it better. And one piece is no split.
+    assert plan(2, 8, 8, 2048, 128, ragged=True).split_size is None
+    assert plan(512, 32, 8, 1000, 128, ragged=True).num_splits == 1
 
 
 def test_a_wish_is_followed():

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     CompileConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MptConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
+    XGLMConfig,
 )
 
 from flash_decoding import reference
@@ -201,14 +208,45 @@ def test_a_mask_we_cannot_follow_is_refused(mask, error):
         attention(Layer(0), *inputs_of_a_step(), mask)
 
 
-@pytest.mark.parametrize(
-    ("config", "option"),
-    [(Gemma2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32), "softcap"),
-     (GptOssConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=2), "s_aux")],
-    ids=["gemma2", "gpt-oss"],
-)  # fmt: skip
-def test_a_model_we_cannot_run_is_refused_at_its_first_call(config, option):
-    with pytest.raises(ValueError, match=option):
+# Their attention is code of their own, which never looks our function up.
+OWN_ATTENTION: dict[str, PretrainedConfig] = {
+    "BloomForCausalLM": BloomConfig(vocab_size=101, hidden_size=64, n_layer=1, n_head=4),
+    "XGLMForCausalLM": XGLMConfig(vocab_size=101, d_model=64, ffn_dim=64, num_layers=1, attention_heads=4),
+    "MptForCausalLM": MptConfig(vocab_size=101, d_model=64, n_layers=1, n_heads=4),
+    "FalconForCausalLM": FalconConfig(vocab_size=101, hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_a_model_without_the_attention_interface_is_refused_by_its_class(name, tmp_path):
+    words = f"must not be given for {name}, which does not call Transformers' attention interface"
+    with pytest.raises(ValueError, match=words):
+        make_model(OWN_ATTENTION[name], "split_kv")
+    make_model(OWN_ATTENTION[name], "eager").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="split_kv")
+
+
+def test_registering_again_wraps_nothing_twice():
+    before = PreTrainedModel.get_correct_attn_implementation
+    register()
+    assert PreTrainedModel.get_correct_attn_implementation is before
+
+
+def test_a_model_with_a_softcap_is_refused_before_its_first_call():
+    config = Gemma2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose softcap of 50"):
+        make_model(config, "split_kv")
+    model = make_model(config, "eager")
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose softcap of 50"):
+        model.set_attn_implementation("split_kv")
+    config.attn_logit_softcapping = None
+    assert generate(make_model(config, "split_kv"), ALONE).shape == (1, 13 + NEW_TOKENS)
+
+
+def test_a_model_with_sinks_is_refused_at_its_first_call():
+    config = GptOssConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=2)
+    with pytest.raises(ValueError, match="s_aux"):
         generate(make_model(config, "split_kv"), ALONE)
 
 
@@ -217,6 +255,13 @@ def test_a_model_with_position_bias_is_refused():
     model = T5ForConditionalGeneration._from_config(config, attn_implementation="split_kv").eval()
     with pytest.raises(ValueError, match="position_bias"):
         generate(model, ALONE)
+
+
+def test_without_transformers_the_extra_is_named():
+    code = "import sys; sys.modules['transformers'] = None; import flash_decoding.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'flash-decoding[transformers]'" in done.stderr.splitlines()[-1]
 
 
 def test_attention_weights_are_refused():

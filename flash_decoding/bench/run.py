@@ -122,11 +122,13 @@ def _start(work: Work, log: IO[bytes], build_only: bool = False, **extra: str) -
 
 
 def _environment(threads: int | None) -> dict[str, str]:
-    """The worker must import this very package, wherever it was started from."""
+    """The worker must import this very package, wherever it was started from, and its waiting threads must not spin."""
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.environ.get("PYTHONPATH")
     counts = {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)} if threads else {}
-    return os.environ | counts | {"PYTHONPATH": here + (os.pathsep + path if path else "")}
+    # Beside another busy program, spinning threads made SDPA on a CPU take a hundred times as long.
+    waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+    return os.environ | counts | waiting | {"PYTHONPATH": here + (os.pathsep + path if path else "")}
 
 
 def _read_events(worker: subprocess.Popen) -> queue.Queue[dict[str, Any]]:

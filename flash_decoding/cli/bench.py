@@ -15,7 +15,15 @@ from flash_decoding.bench.peers import OURS
 from flash_decoding.bench.results import OK, Row
 from flash_decoding.bench.timing import Method
 from flash_decoding.bench.workloads import SUITES, Case
-from flash_decoding.cli.common import fail
+from flash_decoding.cli import fail
+from flash_decoding.cli.common import (
+    DTYPE_HELP,
+    find_dtype,
+    refuse,
+    require_drawable,
+    require_writable,
+    warn_unwritten,
+)
 
 console = Console()
 
@@ -29,7 +37,7 @@ def bench(
         list[str] | None,
         typer.Option(help="A shape of your own, B,Hq,Hkv,N,D; may be repeated."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32 instead of the suite's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{DTYPE_HELP}; instead of the suite's.")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu: where --shape and all run.")] = "auto",
     peer: Annotated[
         list[str] | None,
@@ -60,6 +68,7 @@ def bench(
     readme: Annotated[
         Path | None, typer.Option(help="Rewrite the results between the marks of this document, with --report.")
     ] = None,
+    details: Annotated[bool, typer.Option("--details", help="Show every peer of every shape, too.")] = False,
 ) -> None:
     """Measure decode attention against every installed peer and the read floor.
 
@@ -71,22 +80,29 @@ def bench(
     measuring = {"--suite": suite, "--shape": shape, "--dtype": dtype, "--peer": peer, "--threads": threads,
                  "--json": json, "--results-dir": results_dir}  # fmt: skip
     reporting = {"--compare": compare, "--merge": merge, "--readme": readme}
+    for option, path in (("--json", json), ("--markdown", markdown), ("--readme", readme)):
+        require_writable(option, path)
+    require_writable("--results-dir", results_dir and results_dir / "device" / "suite.json")
+    require_drawable(plot)
     if report:
         _refuse_given(measuring, "given without --report, which measures nothing")
-        _report(report, compare, merge, markdown, plot, readme)
+        _report(report, compare, merge, details, markdown, plot, readme)
         return
     _refuse_given(reporting, "given with --report")
+    dtype = dtype and find_dtype(dtype)
     cases = _choose(suite, shape, dtype, device)
     names = None if not peer else [name for name in peer if name != "none"]
     keeper = _Keeper(json, results_dir)
     try:
         _measure(cases, names, threads, build, keeper)
     except ValueError as error:
-        fail(str(error))
+        refuse(error)
     except KeyboardInterrupt:
         console.print("Stopped; the rows so far are kept.")
-    _show(keeper.rows, keeper.environment)
-    _write_reports(keeper.rows, keeper.environment, markdown, plot, None)
+    _show(keeper.rows, keeper.environment, details)
+    written = _write_reports(keeper.rows, keeper.environment, markdown, plot, None)
+    if not (written and keeper.written):
+        raise typer.Exit(2)
     failed = [row for row in keeper.rows if row["impl"] == OURS and row["status"] != OK]
     if failed or not keeper.rows:
         raise typer.Exit(1)
@@ -99,17 +115,19 @@ def _refuse_given(options: Mapping[str, object], rule: str) -> None:
 
 
 def _report(
-    paths: list[Path], compare: Path | None, merge: bool, markdown: Path | None, plot: Path | None, readme: Path | None
-) -> None:
+    paths: list[Path], compare: Path | None, merge: bool, details: bool,
+    markdown: Path | None, plot: Path | None, readme: Path | None,
+) -> None:  # fmt: skip
     """Show result files and, with compare, how well another run repeats them."""
     from flash_decoding.bench.document import merge_suites
 
     rows, environment = _read(paths)
     shown = merge_suites(rows) if merge else rows
-    _show(shown, environment)
+    _show(shown, environment, details)
     if compare is not None:
         _compare(rows, compare)
-    _write_reports(shown, environment, markdown, plot, readme)
+    if not _write_reports(shown, environment, markdown, plot, readme):
+        raise typer.Exit(2)
 
 
 def _read(paths: list[Path]) -> tuple[list[Row], dict[str, Any]]:
@@ -153,7 +171,7 @@ def _choose(suites: Sequence[str] | None, shapes: Sequence[str] | None, dtype: s
             suites = ["all"]
         cases = select_cases(suites or [], shapes or [], dtype, wanted)
     except ValueError as error:
-        fail(str(error))
+        refuse(error)
     runnable = [case for case in cases if case.device == "cpu" or here == "cuda"]
     missing = dict.fromkeys(case.suite for case in cases if case not in runnable)
     if missing:
@@ -171,6 +189,7 @@ class _Keeper:
         self.rows: list[Row] = []
         self.environment: dict[str, Any] = {}
         self.method = Method()
+        self.written = True
 
     def add(self, row: Row) -> None:
         from flash_decoding.bench.results import device_folder
@@ -189,7 +208,8 @@ class _Keeper:
         try:
             write_results(path, new_results(self.environment, self.method, rows))
         except OSError as error:
-            console.print(f"{path} cannot be written ({error.strerror}); measuring goes on without it.", style="red")
+            warn_unwritten(path, error, "; measuring goes on without it")
+            self.written = False
             return False
         return True
 
@@ -227,18 +247,23 @@ def _row_line(row: Row) -> str:
     return f"{row['suite']} {row['case']} {row['impl']}: " + (f"{us:.2f} µs" if us is not None else row["status"])
 
 
-def _show(rows: Sequence[Row], environment: dict[str, Any]) -> None:
+def _show(rows: Sequence[Row], environment: dict[str, Any], details: bool) -> None:
+    """Each suite in one line per shape, then why peers are missing; with details every peer of every shape, too."""
     from flash_decoding.bench.tables import detail_table, failure_lines, summary_table
 
     _show_environment(environment)
-    suites = list(dict.fromkeys(row["suite"] for row in rows))
-    for suite in suites:
-        chosen = [row for row in rows if row["suite"] == suite]
-        console.print(detail_table(suite, chosen))
-        for line in failure_lines(chosen):
-            console.print(line, style="dim", highlight=False)
-    for suite in suites:
-        console.print(summary_table(suite, [row for row in rows if row["suite"] == suite]))
+    suites = {
+        suite: [row for row in rows if row["suite"] == suite] for suite in dict.fromkeys(r["suite"] for r in rows)
+    }
+    for suite, chosen in suites.items():
+        console.print(summary_table(suite, chosen))
+    for line in failure_lines(rows):
+        console.print(line, style="dim", highlight=False)
+    if details:
+        for suite, chosen in suites.items():
+            console.print(detail_table(suite, chosen))
+    elif rows:
+        console.print("Every peer of every shape: --details.", style="dim")
 
 
 def _show_environment(environment: dict[str, Any]) -> None:
@@ -255,11 +280,13 @@ def _show_environment(environment: dict[str, Any]) -> None:
 
 def _write_reports(
     rows: Sequence[Row], environment: dict[str, Any], markdown: Path | None, plot: Path | None, readme: Path | None
-) -> None:
+) -> bool:
+    """Whether every file could be written."""
     from flash_decoding.bench.document import update_document
     from flash_decoding.bench.tables import to_markdown
 
     written: list[Path] = []
+    failed = False
     try:
         if markdown is not None:
             markdown.parent.mkdir(parents=True, exist_ok=True)
@@ -271,20 +298,19 @@ def _write_reports(
             update_document(readme, rows, environment, pictures[1] if pictures else None)
             written.append(readme)
     except OSError as error:
-        console.print(f"{error.filename} cannot be written ({error.strerror}).", style="red")
+        warn_unwritten(Path(), error)
+        failed = True
     except ValueError as error:
         fail(str(error))
     for path in written:
         console.print(f"wrote {path}")
+    return not failed
 
 
 def _draw(rows: Sequence[Row], environment: dict[str, Any], plot: Path) -> list[Path]:
-    try:
-        from flash_decoding.bench.document import fingerprint
-        from flash_decoding.bench.plots import over_floor_figure, save
-    except ImportError as error:
-        console.print(f"--plot needs {error.name}: pip install flash-decoding[bench]", style="red")
-        return []
+    from flash_decoding.bench.document import fingerprint
+    from flash_decoding.bench.plots import over_floor_figure, save
+
     suites = list(dict.fromkeys(row["suite"] for row in rows if row["status"] == OK))
     stem = plot.with_suffix("") if plot.suffix in (".png", ".svg") else plot
     written = []

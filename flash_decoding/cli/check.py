@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flash_decoding import flash_decode, reference
 from flash_decoding.backends import find_backend_errors, resolve
-from flash_decoding.cli.common import fail, find_device, find_versions, require_writable, write_json
+from flash_decoding.cli import fail
+from flash_decoding.cli.common import find_device, find_versions, require_writable, write_json
 from flash_decoding.problem import DTYPES
 
 # The contract: what rounding costs SDPA on the same inputs, with some room, or one unit in the last place.
@@ -87,7 +88,7 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows here.")] = None,
 ) -> None:
     """Compare every backend with float64, beside SDPA's own error; exit code 1 when a bound breaks."""
-    require_writable(json_file)
+    require_writable("--json", json_file)
     devices = [find_device(device)]
     if device == "auto" and devices[0].type == "cuda":
         devices.insert(0, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -14,13 +15,32 @@ from typing import NoReturn
 import torch
 
 from flash_decoding.bench.workloads import Shape
+from flash_decoding.cli import fail
 from flash_decoding.problem import HEAD_DIM_STEP, MAX_KV_LEN, MAX_SPLITS, MAX_VALUE_DIM, MIN_HEAD_DIM
 
 
-def fail(sentence: str) -> NoReturn:
-    """End the command with one sentence on stderr and exit code 2."""
-    print(f"flash-decoding: {sentence}", file=sys.stderr)
-    raise SystemExit(2)
+DTYPE_NAMES = {
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32",
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
+}  # fmt: skip
+DTYPE_HELP = "bfloat16, float16 or float32, or short: bf16, fp16, fp32"
+# What the library calls an argument, as the command line calls it.
+_OPTIONS = {name: f"--{name}" for name in ("suite", "shape", "device", "dtype", "peer", "gpu")}
+
+
+def refuse(error: ValueError, **names: str) -> NoReturn:
+    """End the command with the library's sentence, its first word being the option's name here."""
+    argument, _, rest = str(error).partition(" ")
+    fail(f"{(_OPTIONS | names).get(argument, argument)} {rest}")
+
+
+def find_dtype(name: str, *others: str) -> str:
+    """The full name of the dtype that --dtype names; others are accepted as they are."""
+    if name in others:
+        return name
+    if name not in DTYPE_NAMES:
+        fail(f"--dtype must be one of {', '.join((*others, *DTYPE_NAMES))}, got {name!r}")
+    return DTYPE_NAMES[name]
 
 
 def find_device(name: str) -> torch.device:
@@ -68,22 +88,37 @@ def describe_row_tiles(row_tiles: int) -> str:
     )
 
 
-def require_writable(path: Path | None) -> None:
-    """Refuse a result file that cannot be written, before the work rather than after it."""
+def require_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work rather than after it; missing folders will be made."""
     if path is None:
         return
-    folder = path.parent
-    if not folder.is_dir():
-        fail(f"--json must lie in an existing directory, got {path}")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        fail(f"--json must be a writable file, got {path}")
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        fail(f"{option} must be a file that can be written, got {path}")
+
+
+def require_drawable(path: Path | None) -> None:
+    """Refuse --plot where its two files cannot be written or nothing can draw them."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        fail("--plot needs matplotlib: pip install 'flash-decoding[bench]'")
+    stem = path.with_suffix("") if path.suffix in (".png", ".svg") else path
+    for suffix in (".png", ".svg"):
+        require_writable("--plot", stem.with_name(stem.name + suffix))
+
+
+def warn_unwritten(path: Path, error: OSError, then: str = "") -> None:
+    """Say on stderr that a file could not be written after all; what was measured is not lost with it."""
+    print(f"flash-decoding: {error.filename or path} cannot be written ({error.strerror}){then}", file=sys.stderr)
 
 
 def write_json(path: Path, result: dict[str, object]) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        fail(f"--json must be a writable file, got {path}: {error.strerror}")
+        fail(f"--json must be a file that can be written, got {path}: {error.strerror}")
 
 
 def find_versions(*packages: str) -> dict[str, str]:

@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from flash_decoding.bench.workloads import ITEMSIZE, Shape, parse_shape
-from flash_decoding.cli.common import describe_row_tiles, fail, require_supported, write_json
+from flash_decoding.cli import fail
+from flash_decoding.cli.common import (
+    DTYPE_HELP,
+    describe_row_tiles,
+    find_dtype,
+    refuse,
+    require_drawable,
+    require_supported,
+    require_writable,
+    write_json,
+)
 from flash_decoding.cost_model import (
     REACHABLE_SHARE,
     Machine,
@@ -26,6 +36,8 @@ from flash_decoding.cost_model import (
 )
 
 console = Console()
+# The GPU to plan for where none is named and none is present: the one that the kept results were measured on.
+_DEFAULT_GPU = "h200"
 
 
 def plan(
@@ -34,10 +46,11 @@ def plan(
         typer.Argument(help="B,Hq,Hkv,N,D; several may be given. Default: the long shape of the article."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A GPU by name: rtx4060, a100, h100, h200, ... Default: the one present.")
+        list[str] | None,
+        typer.Option(help="A GPU by name: rtx4060, a100, h100, h200, ... Default: the one present, else h200."),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="This machine's CPU instead of a GPU.")] = False,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"{DTYPE_HELP}.")] = "bfloat16",
     num_splits: Annotated[
         int | None, typer.Option(help="Splits per problem; default: what the library chooses.")
     ] = None,
@@ -51,16 +64,21 @@ def plan(
     Every sequence and KV head is one independent problem. Unsplit, a problem is one program on one processor; split
     over the keys, it is as many programs as it takes to fill the device. Times are predictions from the data sheet.
     """
-    if dtype not in ITEMSIZE:
-        fail(f"--dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+    dtype = find_dtype(dtype)
+    if gpu and len(gpu) > 1:
+        fail(f"--gpu must be given once, got {' and '.join(gpu)}; run plan for each")
+    if gpu and cpu:
+        fail(f"--cpu must be given without --gpu, got --gpu {gpu[0]} as well")
+    require_writable("--json", json)
+    require_drawable(plot)
     try:
         shapes = [parse_shape(text) for text in shape or ["2,8,8,65536,128"]]
         require_supported(shapes, num_splits)
-        target = _Cpu() if cpu else _FoundGpu(gpu)
+        if plot is not None and len(shapes) > 1:
+            fail(f"--plot must be given with one shape, got {len(shapes)}")
+        target = _Cpu() if cpu else _FoundGpu(gpu[0] if gpu else None)
     except ValueError as error:
-        fail(str(error))
-    if plot is not None and len(shapes) > 1:
-        fail(f"--plot must be given with one shape, got {len(shapes)}")
+        refuse(error, shape="SHAPE")
     console.print(target.description, highlight=False)
     reports = [_report(one, dtype, num_splits, target) for one in shapes]
     for report in reports:
@@ -81,7 +99,8 @@ class _FoundGpu:
 
         gpu = find_gpu(key) if key is not None else present_gpu()
         if gpu is None:
-            raise ValueError("--gpu or --cpu must be given where no GPU is present, got neither; as in --gpu h200")
+            gpu = find_gpu(_DEFAULT_GPU)
+            console.print(f"No GPU here, so this is for --gpu {_DEFAULT_GPU}; name another, or --cpu.", style="yellow")
         self.gpu = gpu
         self.processors = gpu.processors
         self.name = gpu.name
@@ -223,16 +242,14 @@ def _numbers(reports: list[_Report], target: _FoundGpu | _Cpu) -> dict[str, obje
 
 
 def _draw(path: Path, report: _Report, target: _FoundGpu | _Cpu) -> None:
-    try:
-        from flash_decoding.bench.plots import save, schedule_figure
-    except ImportError as error:
-        fail(f"--plot needs {error.name}: pip install flash-decoding[bench]")
+    from flash_decoding.bench.plots import save, schedule_figure
+
     figure = schedule_figure(report.unsplit, report.split, target.processors, target.processor, _title(report, target))
     try:
         for written in save(figure, path):
             console.print(f"wrote {written}")
     except OSError as error:
-        fail(f"--plot must be a writable path, got {path}: {error.strerror}")
+        fail(f"--plot must be a file that can be written, got {path}: {error.strerror}")
 
 
 def _title(report: _Report, target: _FoundGpu | _Cpu) -> str:

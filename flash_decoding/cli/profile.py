@@ -12,8 +12,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flash_decoding.bench.workloads import DTYPES, Case, Shape, parse_shape
-from flash_decoding.cli.common import describe_row_tiles, fail, require_supported, takes_head_dim
+from flash_decoding.bench.workloads import Case, Shape, parse_shape
+from flash_decoding.cli import fail
+from flash_decoding.cli.common import (
+    DTYPE_HELP,
+    describe_row_tiles,
+    find_dtype,
+    refuse,
+    require_drawable,
+    require_supported,
+    require_writable,
+    takes_head_dim,
+    warn_unwritten,
+)
 
 if TYPE_CHECKING:
     from flash_decoding.bench.profiling import KernelProfile, StepProfile
@@ -30,7 +41,7 @@ def profile(
         list[str] | None,
         typer.Argument(help="B,Hq,Hkv,N,D; several may be given. Default: the long shape of the article."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"{DTYPE_HELP}.")] = "bfloat16",
     num_splits: Annotated[
         int | None, typer.Option(help="Splits per problem; default: what the library chooses.")
     ] = None,
@@ -42,12 +53,13 @@ def profile(
 
     The ceilings are measured on this GPU in the same run. Both kernels run inside NVTX ranges of their names.
     """
-    if dtype not in DTYPES:
-        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    dtype = find_dtype(dtype)
+    require_writable("--json", json)
+    require_drawable(plot)
     try:
         shapes = [parse_shape(text) for text in shape or ["2,8,8,65536,128"]]
     except ValueError as error:
-        fail(str(error))
+        refuse(error, shape="SHAPE")
     require_supported(shapes, num_splits)
     from flash_decoding.hardware import present_gpu
 
@@ -67,6 +79,7 @@ def profile(
         highlight=False,
     )
     steps: list[StepProfile] = []
+    written = True
     checks: list[dict[str, Any]] = []
     for one in shapes:
         step = _profile_one(one, dtype, num_splits, ncu, gpu)
@@ -78,9 +91,11 @@ def profile(
         for line in _check_lines(step, checks[-1]):
             console.print(line, highlight=False)
         if json is not None:
-            _write_json(json, gpu, ceilings, steps, checks)
+            written = _write_json(json, gpu, ceilings, steps, checks)
     if plot is not None and steps:
-        _draw(plot, gpu, ceilings, steps)
+        written = _draw(plot, gpu, ceilings, steps) and written
+    if not written:
+        raise typer.Exit(2)
     if not steps:
         raise typer.Exit(1)
 
@@ -204,7 +219,8 @@ def _table(step: StepProfile, ceilings: Ceilings) -> Table:
 
 def _write_json(
     path: Path, gpu: Gpu, ceilings: Ceilings, steps: list[StepProfile], checks: list[dict[str, Any]]
-) -> None:
+) -> bool:
+    """Whether the file could be written; what was measured is shown either way."""
     from flash_decoding.bench.results import describe_environment
 
     content = {
@@ -230,7 +246,9 @@ def _write_json(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(jsonlib.dumps(content, indent=1) + "\n")
     except OSError as error:
-        console.print(f"{path} cannot be written ({error.strerror}).", style="red")
+        warn_unwritten(path, error)
+        return False
+    return True
 
 
 def _kernel_numbers(kernel: KernelProfile, ceilings: Ceilings) -> dict[str, Any]:
@@ -244,11 +262,9 @@ def _kernel_numbers(kernel: KernelProfile, ceilings: Ceilings) -> dict[str, Any]
     }
 
 
-def _draw(path: Path, gpu: Gpu, ceilings: Ceilings, steps: list[StepProfile]) -> None:
-    try:
-        from flash_decoding.bench.plots import RooflinePoint, roofline_figure, save
-    except ImportError as error:
-        fail(f"--plot needs {error.name}: pip install flash-decoding[bench]")
+def _draw(path: Path, gpu: Gpu, ceilings: Ceilings, steps: list[StepProfile]) -> bool:
+    from flash_decoding.bench.plots import RooflinePoint, roofline_figure, save
+
     points = [
         RooflinePoint(kernel.kernel, step.case.name, kernel.work.intensity, kernel.tflops)
         for step in steps
@@ -258,4 +274,6 @@ def _draw(path: Path, gpu: Gpu, ceilings: Ceilings, steps: list[StepProfile]) ->
         for written in save(roofline_figure(ceilings, points, f"Roofline of {gpu.name}, {ceilings.dtype}"), path):
             console.print(f"wrote {written}")
     except OSError as error:
-        console.print(f"{error.filename} cannot be written ({error.strerror}).", style="red")
+        warn_unwritten(path, error)
+        return False
+    return True

@@ -6,14 +6,24 @@ key once for the whole group of query heads, so K and V are passed as the cache 
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ModuleNotFoundError(
+        "transformers must be installed for this integration: pip install 'flash-decoding[transformers]'",
+        name="transformers",
+    ) from error
 
 from flash_decoding.api import flash_decode
 
@@ -30,12 +40,52 @@ _UNSUPPORTED = frozenset({
 def register() -> None:
     """Make attn_implementation="split_kv" known to Transformers; calling it again changes nothing.
 
+    A model class that cannot use it is then refused with a ValueError where the implementation is chosen: by
+    from_pretrained(), from_config() or set_attn_implementation().
+
     Example:
         >>> register()
         >>> model = AutoModelForCausalLM.from_pretrained("path/to/model", attn_implementation="split_kv")
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    _check_models()
+
+
+def _check_models() -> None:
+    """Let Transformers' own check of an implementation against a model ask _find_model_error() too.
+
+    Transformers takes a registered name for any model, also for one that has attention code of its own, never looks the
+    function up, and would read our boolean mask as numbers: its prompt would see the future. No registry is told the
+    model, so the check is wrapped; other implementations pass through it unchanged.
+    """
+    check = PreTrainedModel.get_correct_attn_implementation
+    if getattr(check, "checks_split_kv", False):
+        return
+
+    @functools.wraps(check)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, *args: object, **options: object
+    ) -> str:
+        if requested_attention == NAME and (error := _find_model_error(self)) is not None:
+            raise ValueError(
+                f"attn_implementation={NAME!r} must not be given for {type(self).__name__}, {error}; {_HINT}"
+            )
+        return check(self, requested_attention, *args, **options)
+
+    get_correct_attn_implementation.checks_split_kv = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _find_model_error(model: PreTrainedModel) -> str | None:
+    """Why the model cannot use us, as far as its class and config tell before its first call."""
+    # Many classes that use the interface do not set the flag, so Transformers' look at their source counts as well.
+    if not (model._supports_attention_backend or model._can_set_attn_implementation()):
+        return "which does not call Transformers' attention interface"
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    if softcap:
+        return f"whose softcap of {softcap:g} (attn_logit_softcapping) is not supported"
+    return None
 
 
 def attention(

@@ -20,7 +20,7 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
     return choose_plan(
         batch=p.batch, heads_kv=p.heads_kv, group=p.group, q_len=p.q_len, kv_len=p.kv_len, head_dim=p.head_dim,
         value_dim=p.value_dim, element_size=p.q.element_size(), paged=p.page_size is not None,
-        window=p.window, num_splits=num_splits, split_size=split_size,
+        window=p.window, ragged=p.batch > 1 and p.kv_lens is not None, num_splits=num_splits, split_size=split_size,
         **_device_facts(p.q.device.index),
     )  # fmt: skip
 

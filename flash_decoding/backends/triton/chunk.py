@@ -5,7 +5,7 @@
 Grid: (sequence, KV head and tile of rows, flattened; split). The G query heads of a KV head and their Lq tokens are the
 rows of one matrix product, so K and V are read from memory once. A program walks its split BLOCK_N keys at a time and
 stores (acc, m, l), m in base 2; reduce.py merges the splits. With a single split it stores the finished out and lse
-instead. A split without keys stores acc = 0, m = -inf, l = 0, which weighs nothing in the merge.
+instead. A split without keys stores m = -inf, l = 0, which weighs nothing in the merge.
 
 Dense and paged caches differ in locate_rows() alone, score options in transform_scores(), masks that differ by query
 row in sees(). An argument that is None is off and costs nothing: it is compiled away.
@@ -131,6 +131,9 @@ def _chunk_kernel(
             tl.store(lse_ptr + at_row, lse, mask=in_row)
     else:
         at_row += split.to(tl.int64) * rows
+        if split_size is not None:
+            # Splits of a fixed size may be many and mostly empty; the merge does not read the acc of an empty one.
+            in_rd = in_row[:, None] & (dv < tl.where(start < stop, DV, 0))[None, :]
         tl.store(acc_ptr + at_row[:, None] * DV + dv[None, :], acc, mask=in_rd)
         tl.store(m_ptr + at_row, m, mask=in_row)
         tl.store(l_ptr + at_row, l, mask=in_row)

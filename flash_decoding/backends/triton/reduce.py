@@ -4,7 +4,8 @@
 
 Grid: (query row, slice of Dv). A program reads m and l of all splits, BLOCK_S at a time, and its slice of their acc,
 which is read once; slicing keeps enough programs in flight when there are few rows. The first slice writes the lse.
-Rows without a key become out = 0 and lse = -inf. Attention sinks enter the denominator here, once.
+Rows without a key become out = 0 and lse = -inf. Attention sinks enter the denominator here, once. With
+SKIP_EMPTY the acc of splits without keys, which the chunk kernel then leaves unwritten, is not read.
 """
 
 import triton
@@ -32,7 +33,7 @@ def _reduce_kernel(
     lse_ptr,  # [B, Hq, Lq] float32; None: not wanted
     sinks_ptr,  # [Hq] float32; None: off
     Hq, rows, num_splits,
-    Lq: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Lq: tl.constexpr, SKIP_EMPTY: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: one query row, BLOCK_DV columns of its output."""
     row = tl.program_id(0).to(tl.int64)
@@ -47,6 +48,8 @@ def _reduce_kernel(
         at = split.to(tl.int64) * rows + row
         m = tl.load(m_ptr + at, mask=in_split, other=float("-inf"))
         l = tl.load(l_ptr + at, mask=in_split, other=0.0)
+        if SKIP_EMPTY:
+            in_split = l > 0.0
         acc = tl.load(acc_ptr + at[:, None] * DV + dv[None, :], mask=in_split[:, None] & in_dv[None, :], other=0.0)
 
         m_new = tl.maximum(m_all, tl.max(m, 0))
@@ -81,6 +84,6 @@ def launch_reduce(problem: Problem, plan: Plan, partial: Partial, out: Tensor, l
         (variant((out,), (stride,)), out.dtype, lse is None, p.sinks is None),
         (rows, -(-p.value_dim // block_dv)),
         (partial.acc, partial.m, partial.l, out, stride, lse, p.sinks, p.heads_q, rows, plan.num_splits),
-        (p.q_len, p.value_dim, block_of_splits(plan.num_splits), block_dv),
+        (p.q_len, plan.split_size is not None, p.value_dim, block_of_splits(plan.num_splits), block_dv),
         (4 if plan.num_splits > 32 else 1, 1),
     )
