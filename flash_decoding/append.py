@@ -1,0 +1,427 @@
+"""append_kv(): new keys and values into a dense or paged cache, in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_decoding import backends
+from flash_decoding.api import _is_traced
+from flash_decoding.problem import (
+    DTYPES,
+    HEAD_DIM_STEP,
+    LAYOUTS,
+    MAX_HEAD_DIM,
+    MAX_KV_LEN,
+    MAX_VALUE_DIM,
+    MIN_HEAD_DIM,
+)
+
+
+class Append(NamedTuple):
+    """One checked call with its arrays as [batch, heads, length, width] views, whatever the layout was."""
+
+    k_new: Tensor  # [B, Hkv, L, D]
+    v_new: Tensor  # [B, Hkv, L, Dv]
+    k_cache: Tensor  # [B, Hkv, N, D]; with a block_table [pages, Hkv, page_size, D]
+    v_cache: Tensor  # likewise, Dv wide
+    kv_lens: Tensor  # [B] int32 or int64
+    block_table: Tensor | None  # [B, max_pages] int32
+    new_lens: Tensor | None  # [B] int32 or int64
+    rotary_cos: Tensor | None  # [positions, rotary_dim / 2]
+    rotary_sin: Tensor | None  # likewise
+    rotary_interleaved: bool
+    q: Tensor | None  # [B, Hq, Lq, D]
+    q_out: Tensor | None  # likewise
+    q_step: int  # from one query token's position to the next: 1, or 0 where all have the first one's
+    capacity: int  # keys the cache can hold per sequence
+    page_size: int | None  # keys per page; None: a dense cache
+
+
+class AppendCall(NamedTuple):
+    """The arguments of append_kv() as they came."""
+
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    kv_lens: Tensor
+    layout: str = "bhnd"
+    block_table: Tensor | None = None
+    new_lens: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False
+    q: Tensor | None = None
+    q_advances: bool = True
+    check: bool = False
+
+
+def append_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    *,
+    layout: str = "bhnd",
+    block_table: Tensor | None = None,
+    new_lens: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    q: Tensor | None = None,
+    q_advances: bool = True,
+    backend: str = "auto",
+    check: bool = False,
+) -> Tensor | None:
+    """Write new keys and values behind those that a cache holds, in place, the keys rotated on the way if wanted.
+
+    New token i of sequence b goes to position kv_lens[b] + i. One kernel does all of it, and rotates the queries as
+    well. kv_lens stays as it is: decode with kv_lens + L (or kv_lens + new_lens).
+
+    Args:
+        k_new: [B, Hkv, L, D], float16, bfloat16 or float32; any L. D a multiple of 8 from 16 to 576.
+        v_new: [B, Hkv, L, Dv], dtype of k_new; Dv likewise, up to 512.
+        k_cache: [B, Hkv, N, D], written in place; dtype of k_new, any strides with the last axis contiguous. Shares no
+            memory with the other arrays.
+        v_cache: [B, Hkv, N, Dv], likewise.
+        kv_lens: [B] int32 or int64 on the device of k_new, keys that each sequence holds before. Never read on the
+            host, so a captured CUDA graph is right for every later content. On a GPU, a token whose position is not in
+            the cache is dropped, and so are all tokens of a sequence with a negative length; on the CPU, where looking
+            costs nothing, both are refused.
+        layout: "bhnd" as above, or "bnhd" (flash-attn): k_new [B, L, Hkv, D], k_cache [B, N, Hkv, D], and so on.
+        block_table: [B, max_pages] int32, the pages of each sequence in a paged cache: k_cache is then
+            [pages, Hkv, page_size, D] ([pages, page_size, Hkv, D] for "bnhd"), v_cache likewise. No two sequences may
+            write to the same page. Entries that no new token reaches may hold anything; a token whose page is not in
+            the pool is dropped on a GPU and refused on the CPU.
+        new_lens: [B], new tokens per sequence where they differ: the first new_lens[b] of L count. None means L.
+        rotary_cos: [positions, rotary_dim / 2], dtype of k_new or float32, at least as many positions as the cache
+            holds: the key at position n is rotated by row n, in its first rotary_dim entries. None means no rotation.
+        rotary_sin: likewise.
+        rotary_interleaved: which entries make a pair: False for d and d + rotary_dim / 2 (GPT-NeoX, Llama in
+            Transformers), True for 2 d and 2 d + 1 (GPT-J, Llama as published).
+        q: [B, Hq, Lq, D], queries to rotate like the keys, token i by position kv_lens[b] + i (at most the last one of
+            the tables); needs rotary_cos. None means none.
+        q_advances: False rotates all query tokens of a sequence by position kv_lens[b].
+        backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
+        check: also read lengths and page ids on a GPU and refuse those outside the cache; synchronises.
+
+    Returns:
+        The rotated queries, a new tensor like q, or None without q.
+
+    Raises:
+        ValueError: shapes, devices, layouts or values that do not fit, or a backend that cannot run the call.
+        TypeError: a wrong Python type or dtype. All are raised before any launch.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 4, 100, 64), torch.zeros(2, 4, 100, 64)
+        >>> k_new, v_new = torch.randn(2, 4, 1, 64), torch.randn(2, 4, 1, 64)
+        >>> kv_lens = torch.tensor([7, 99])
+        >>> append_kv(k_new, v_new, k_cache, v_cache, kv_lens)
+        >>> torch.equal(k_cache[1, :, 99], k_new[1, :, 0])
+        True
+    """
+    call = AppendCall(
+        k_new, v_new, k_cache, v_cache, kv_lens, layout, block_table, new_lens, rotary_cos, rotary_sin,
+        rotary_interleaved, q, q_advances, check,
+    )  # fmt: skip
+    if _is_traced(k_new, k_cache, kv_lens):
+        return _traced(call, backend)
+    _refuse(call, backend)
+    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _run(call, q_out, backend)
+    return q_out
+
+
+# Calls of these signatures were found without fault.
+_accepted: set[tuple] = set()
+_MAX_ACCEPTED = 4096
+
+
+def _refuse(call: AppendCall, backend: str) -> None:
+    """Raise the first reason to refuse the call."""
+    signature = _signature(call)
+    known = signature in _accepted
+    for error in _state_errors(call) if known else find_append_errors(call):
+        raise error
+    for error in backends.find_backend_errors(backend, call.k_new.device):
+        raise error
+    if not known and signature is not None:
+        if len(_accepted) >= _MAX_ACCEPTED:
+            _accepted.clear()
+        _accepted.add(signature)
+
+
+def _signature(call: AppendCall) -> tuple | None:
+    """All that find_append_errors() looks at, apart from _state_errors(); None for arguments of no expected kind."""
+    facts: list[object] = []
+    for x in call:
+        if isinstance(x, Tensor):
+            facts += (x.shape, x.stride(), x.dtype, x.device)
+        elif x is None or isinstance(x, (str, bool)):
+            facts.append(x)
+        else:
+            return None
+    return tuple(facts)
+
+
+def _run(call: AppendCall, q_out: Tensor | None, backend: str) -> None:
+    """Start the backend on a checked call. q_out has the layout of the call."""
+    arrays: list[Any] = [*call[:4], call.q, q_out]
+    if call.layout == "bnhd":
+        arrays = [x if x is None else x.transpose(1, 2) for x in arrays]
+    k_new, v_new, k_cache, v_cache, q, q_out = arrays
+    table, page_size, capacity = call.block_table, None, k_cache.shape[2]
+    if table is not None:
+        page_size, capacity = capacity, capacity * table.shape[1]
+    append = Append(
+        k_new, v_new, k_cache, v_cache, call.kv_lens, table, call.new_lens, call.rotary_cos, call.rotary_sin,
+        call.rotary_interleaved, q, q_out, int(call.q_advances), capacity, page_size,
+    )  # fmt: skip
+    if k_new.numel() or (q is not None and q.numel()):
+        backends.load(f"{backends.resolve(backend, k_new.device)}.append").append(append)
+
+
+def find_append_errors(call: AppendCall) -> Iterator[Exception]:
+    """Every reason to refuse the call that can be told; reads no device memory unless call.check."""
+    if call.layout not in LAYOUTS:
+        yield ValueError(f"layout must be one of {list(LAYOUTS)}, got {call.layout!r}")
+        return
+    for name in ("rotary_interleaved", "q_advances", "check"):
+        if not isinstance(getattr(call, name), bool):
+            yield TypeError(f"{name} must be a bool, got {type(getattr(call, name)).__name__}")
+    kinds = list(_kind_errors(call))
+    yield from kinds
+    if kinds:
+        return
+    yield from _dtype_errors(call)
+    shapes = list(_shape_errors(call))
+    yield from shapes
+    if not shapes:
+        yield from _state_errors(call)
+
+
+_ARRAYS = ("k_new", "v_new", "k_cache", "v_cache")
+_OPTIONAL = ("block_table", "new_lens", "rotary_cos", "rotary_sin", "q")
+
+
+def _kind_errors(call: AppendCall) -> Iterator[Exception]:
+    for name in (*_ARRAYS, "kv_lens", *_OPTIONAL):
+        x = getattr(call, name)
+        if x is None and name in _OPTIONAL:
+            continue
+        if not isinstance(x, Tensor):
+            yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        elif x.layout != torch.strided:
+            yield TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+
+
+def _dtype_errors(call: AppendCall) -> Iterator[Exception]:
+    dtype = call.k_new.dtype
+    if dtype not in DTYPES:
+        yield TypeError(f"k_new must be float16, bfloat16 or float32, got {dtype}")
+    for name in (*_ARRAYS[1:], "q"):
+        x = getattr(call, name)
+        if x is not None and x.dtype != dtype:
+            yield TypeError(f"{name} must have the dtype of k_new, {dtype}, got {x.dtype}")
+    for name in ("rotary_cos", "rotary_sin"):
+        x = getattr(call, name)
+        if x is not None and x.dtype not in (dtype, torch.float32):
+            yield TypeError(f"{name} must be float32 or have the dtype of k_new, {dtype}, got {x.dtype}")
+    if call.rotary_cos is not None and call.rotary_sin is not None and call.rotary_cos.dtype != call.rotary_sin.dtype:
+        yield TypeError(f"rotary_sin must have the dtype of rotary_cos, {call.rotary_cos.dtype}, got "
+                        f"{call.rotary_sin.dtype}")  # fmt: skip
+    for name in ("kv_lens", "new_lens"):
+        x = getattr(call, name)
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            yield TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+    if call.block_table is not None and call.block_table.dtype != torch.int32:
+        yield TypeError(f"block_table must be int32, got {call.block_table.dtype}")
+
+
+def _shape_errors(call: AppendCall) -> Iterator[Exception]:
+    order = "[B, H, L, D]" if call.layout == "bhnd" else "[B, L, H, D]"
+    ranks = {**dict.fromkeys((*_ARRAYS, "q"), 4), "kv_lens": 1, "new_lens": 1, "block_table": 2, "rotary_cos": 2,
+             "rotary_sin": 2}  # fmt: skip
+    wanted = {4: order, 1: "[B]", 2: "two dimensions"}
+    bad = False
+    for name, rank in ranks.items():
+        x = getattr(call, name)
+        if x is not None and x.ndim != rank:
+            bad = True
+            yield ValueError(f"{name} must have shape {wanted[rank]}, got {list(x.shape)}")
+    if bad:
+        return
+    yield from _array_errors(call)
+    yield from _rotary_errors(call)
+
+
+def _array_errors(call: AppendCall) -> Iterator[Exception]:
+    heads, length = _axes(call)
+    k_new, k_cache, table, q = call.k_new, call.k_cache, call.block_table, call.q
+    batch, heads_kv, new, head_dim = k_new.shape[0], k_new.shape[heads], k_new.shape[length], k_new.shape[3]
+    value_dim = call.v_new.shape[3]
+    shapes: dict[str, tuple[int, int, int, int]] = {
+        "v_new": (batch, heads_kv, new, value_dim),
+        "k_cache": (batch if table is None else k_cache.shape[0], heads_kv, k_cache.shape[length], head_dim),
+        "v_cache": (k_cache.shape[0], heads_kv, k_cache.shape[length], value_dim),
+    }
+    if q is not None:
+        shapes["q"] = (batch, q.shape[heads], q.shape[length], head_dim)
+    for name, (first, middle, last, width) in shapes.items():
+        shape = [first, middle, last, width] if call.layout == "bhnd" else [first, last, middle, width]
+        x = getattr(call, name)
+        if list(x.shape) != shape:
+            yield ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+    for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
+        if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= most:
+            yield ValueError(f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}, got {width}")
+    if table is not None and k_cache.shape[length] == 0:
+        yield ValueError("k_cache must have pages of at least one key, got 0")
+    if _capacity(call) > MAX_KV_LEN:
+        yield ValueError(f"k_cache must hold at most {MAX_KV_LEN} keys per sequence, got {_capacity(call)}")
+    for name in ("kv_lens", "new_lens", "block_table"):
+        x = getattr(call, name)
+        if x is not None and x.shape[0] != batch:
+            yield ValueError(f"{name} must have one entry per sequence, {batch}, got {x.shape[0]}")
+        if x is not None and x.ndim == 1 and x.numel() > 1 and x.stride(0) != 1:
+            yield ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+    for name in (*_ARRAYS, "q", "rotary_cos", "rotary_sin"):
+        x = getattr(call, name)
+        if x is not None and x.numel() and x.stride(-1) != 1:
+            yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
+    for name in ("k_cache", "v_cache"):
+        x = getattr(call, name)
+        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+            yield ValueError(f"{name} must not overlap itself, got strides {list(x.stride())}")
+    for name in (*_ARRAYS[1:], "kv_lens", *_OPTIONAL):
+        x = getattr(call, name)
+        if x is not None and x.device != k_new.device:
+            yield ValueError(f"{name} must be on the device of k_new, {k_new.device}, got {x.device}")
+
+
+def _rotary_errors(call: AppendCall) -> Iterator[Exception]:
+    cos, sin = call.rotary_cos, call.rotary_sin
+    if (cos is None) != (sin is None):
+        missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
+        yield ValueError(f"{missing} must be given with {given}, got None")
+        return
+    if cos is None or sin is None:
+        if call.q is not None:
+            yield ValueError("rotary_cos must be given with q, which is only rotated, got None")
+        return
+    if sin.shape != cos.shape:
+        yield ValueError(f"rotary_sin must have the shape of rotary_cos, {list(cos.shape)}, got {list(sin.shape)}")
+    if not 1 <= cos.shape[1] <= call.k_new.shape[3] // 2:
+        yield ValueError(
+            f"rotary_cos must have from 1 to head_dim / 2 = {call.k_new.shape[3] // 2} columns, got {cos.shape[1]}"
+        )
+    if cos.shape[0] < max(_capacity(call), 1):
+        yield ValueError(
+            f"rotary_cos must have a row for each of the {_capacity(call)} positions of the cache, got {cos.shape[0]}"
+        )
+
+
+def _state_errors(call: AppendCall) -> Iterator[Exception]:
+    """What may differ between calls of one signature: flags of tensors, and values where looking costs no wait."""
+    recording = torch.is_grad_enabled()
+    for name in (*_ARRAYS, "q"):
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if recording and x.requires_grad:
+            yield ValueError(
+                f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
+            )
+        if x.is_neg():
+            yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
+    if call.kv_lens.numel() and (call.check or call.kv_lens.device.type == "cpu"):
+        yield from _value_errors(call)
+
+
+def _value_errors(call: AppendCall) -> Iterator[Exception]:
+    """Positions and pages outside the cache; reads lengths and the table."""
+    capacity, new = _capacity(call), call.k_new.shape[_axes(call)[1]]
+    for name, lens, most in (("kv_lens", call.kv_lens, capacity), ("new_lens", call.new_lens, new)):
+        if lens is None:
+            continue
+        low, high = (int(x) for x in torch.aminmax(lens))
+        if low < 0 or high > most:
+            yield ValueError(f"{name} must lie from 0 to {most}, got values from {low} to {high}")
+            return
+    ends = call.kv_lens + (new if call.new_lens is None else call.new_lens)
+    end = int(ends.max())
+    if end > capacity:
+        yield ValueError(f"kv_lens must leave room for the new keys in a cache of {capacity}, got an end of {end}")
+        return
+    table = call.block_table
+    if table is not None:
+        page_size, pages = capacity // max(table.shape[1], 1), call.k_cache.shape[0]
+        first = torch.arange(table.shape[1], device=table.device) * page_size
+        reached = (first < ends[:, None]) & (first + page_size > call.kv_lens[:, None]) & (ends > call.kv_lens)[:, None]
+        bad = reached & ((table < 0) | (table >= pages))
+        if bool(bad.any()):
+            b, column = (int(i) for i in bad.nonzero()[0])
+            yield ValueError(
+                f"block_table must hold pages from 0 to {pages - 1} where new keys go, "
+                f"got {int(table[b, column])} at [{b}, {column}]"
+            )
+
+
+def _axes(call: AppendCall) -> tuple[int, int]:
+    """The axes of heads and of tokens."""
+    return (1, 2) if call.layout == "bhnd" else (2, 1)
+
+
+def _capacity(call: AppendCall) -> int:
+    """Keys the cache can hold per sequence."""
+    length = call.k_cache.shape[_axes(call)[1]]
+    return length if call.block_table is None else length * call.block_table.shape[1]
+
+
+def _traced(call: AppendCall, backend: str) -> Tensor | None:
+    """The call as a tracer sees it: one op that writes, and checks when it runs."""
+    if call.check:
+        raise ValueError("check must be False where the call is traced: it reads lengths on the host")
+    q = call.q
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call[:4], q)):
+        raise ValueError(
+            "k_new, v_new, the cache and q must not require a gradient, there is no backward; use torch.no_grad()"
+        )
+    q_out = None if q is None else q.new_empty(q.shape)
+    torch.ops.flash_decoding.append(*call[:-1], q_out, backend)
+    return q_out
+
+
+_library = torch.library.Library("flash_decoding", "FRAGMENT")
+# The fields of AppendCall up to check, then the output and the backend.
+_library.define(
+    "append(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor kv_lens, str layout, "
+    "Tensor? block_table, Tensor? new_lens, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, "
+    "Tensor? q, bool q_advances, Tensor(c!)? q_out, str backend) -> ()"
+)
+
+
+def _append(*arguments: Any) -> None:
+    *options, q_out, backend = arguments
+    call = AppendCall._make((*options, False))
+    _refuse(call, backend)
+    if (q_out is None) != (call.q is None) or (q_out is not None and call.q is not None and (
+        q_out.shape != call.q.shape or q_out.dtype != call.q.dtype or q_out.device != call.q.device
+        or q_out.stride(-1) != 1
+    )):  # fmt: skip
+        raise ValueError("q_out must be like q, or None as well")
+    _run(call, q_out, backend)
+
+
+def _append_fake(*_arguments: Any) -> None:
+    """Nothing to infer: what is written are arguments."""
+
+
+_library.impl("append", _append, "CPU")
+_library.impl("append", _append, "CUDA")
+torch.library.register_fake("flash_decoding::append", _append_fake, lib=_library)

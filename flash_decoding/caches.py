@@ -1,0 +1,325 @@
+"""Caches to append to and to decode from: KVCache, one stretch of memory per sequence, and PagedKVCache, pages.
+
+How long each sequence is, and which pages it has, is known on the host, so that a full cache is an error before any
+launch. A captured CUDA graph does not run the host's part: capture append_kv() and flash_decode() on the tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_decoding.append import append_kv
+from flash_decoding.problem import LAYOUTS
+
+
+class CacheFullError(RuntimeError):
+    """There is no room for the new keys; nothing was written."""
+
+
+class KVCache:
+    """A dense cache of a batch: memory for max_len keys per sequence, filled from the front.
+
+    Attributes: k [B, Hkv, max_len, D] and v [B, Hkv, max_len, Dv] ([B, max_len, Hkv, D] for layout "bnhd"), kv_lens [B]
+    int32 on their device, lengths (the same, a list of ints on the host), layout.
+
+    Args:
+        batch: sequences.
+        heads_kv: KV heads.
+        max_len: keys that each sequence has room for.
+        head_dim: width of a key.
+        value_dim: width of a value; None means head_dim.
+        dtype: float16, bfloat16 or float32.
+        device: where; None means torch's default.
+        layout: "bhnd" or "bnhd", of the cache and of what is appended.
+
+    Example:
+        >>> cache = KVCache(2, 4, 100, 64, dtype=torch.float32)
+        >>> cache.append(torch.randn(2, 4, 7, 64), torch.randn(2, 4, 7, 64), new_lens=[7, 3])
+        >>> out = flash_decode(torch.randn(2, 8, 1, 64), cache.k, cache.v, kv_lens=cache.kv_lens)
+        >>> cache.lengths
+        [7, 3]
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads_kv: int,
+        max_len: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+        layout: str = "bhnd",
+    ) -> None:
+        self.layout, self.max_len = layout, max_len
+        self.k, self.v = _make_pair(batch, heads_kv, max_len, head_dim, value_dim, dtype, device, layout)
+        self.kv_lens = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
+        self.lengths = [0] * batch
+
+    def append(
+        self, k_new: Tensor, v_new: Tensor, *, new_lens: Sequence[int] | None = None, **options: Any
+    ) -> Tensor | None:
+        """Write new keys [B, Hkv, L, D] and values behind those that are there; kv_lens and lengths grow.
+
+        Args:
+            k_new, v_new: as for append_kv(), in the layout of the cache.
+            new_lens: how many of the L new tokens count, per sequence; None means all.
+            options: rotary_cos, rotary_sin, rotary_interleaved, q, q_advances and backend of append_kv().
+
+        Returns:
+            What append_kv() returns: the rotated q, or None without q.
+
+        Raises:
+            CacheFullError: a sequence would be longer than max_len.
+        """
+        counts = _counts(k_new, self.layout, new_lens, len(self.lengths))
+        for b, (length, new) in enumerate(zip(self.lengths, counts, strict=True)):
+            if length + new > self.max_len:
+                raise CacheFullError(
+                    f"the cache must have room for the new keys, got {new} for sequence {b}, which holds {length} of "
+                    f"{self.max_len}"
+                )
+        lens = None if new_lens is None else _to_device(counts, self.k.device)
+        rotated = append_kv(
+            k_new, v_new, self.k, self.v, self.kv_lens, layout=self.layout, new_lens=lens, **options
+        )  # fmt: skip
+        self.kv_lens += k_new.shape[_length_axis(self.layout)] if lens is None else lens
+        self.lengths = [length + new for length, new in zip(self.lengths, counts, strict=True)]
+        return rotated
+
+    def free(self, sequences: Sequence[int] | None = None) -> None:
+        """Empty some sequences, or all: their memory is written anew by the next append."""
+        for b in range(len(self.lengths)) if sequences is None else sequences:
+            if not 0 <= b < len(self.lengths):
+                raise ValueError(f"sequences must lie from 0 to {len(self.lengths) - 1}, got {b}")
+            self.lengths[b] = 0
+        self.kv_lens.copy_(_to_device(self.lengths, self.k.device))
+
+
+class PagedKVCache:
+    """A paged cache: sequences of any length share one pool of pages, and a common prefix.
+
+    allocate() gives a sequence's number, append() writes to a list of sequences and takes pages as they grow, fork()
+    makes a sequence that shares what another one holds, free() gives the pages back that nobody else uses.
+    block_table() and kv_lens() are what flash_decode() wants for a list of sequences.
+
+    A page is shared until somebody writes to it: only the last, partly filled page of a fork is ever copied, when
+    either side appends to it.
+
+    Attributes: k [pages, Hkv, page_size, D] and v [pages, Hkv, page_size, Dv] ([pages, page_size, Hkv, D] for layout
+    "bnhd"), layout, page_size, free_pages (how many are left).
+
+    Args:
+        pages: pages in the pool.
+        page_size: keys per page.
+        heads_kv: KV heads.
+        head_dim: width of a key.
+        value_dim: width of a value; None means head_dim.
+        dtype: float16, bfloat16 or float32.
+        device: where; None means torch's default.
+        layout: "bhnd" or "bnhd", of the cache and of what is appended.
+
+    Example:
+        >>> cache = PagedKVCache(32, 16, 4, 64, dtype=torch.float32)
+        >>> prompt = cache.allocate()
+        >>> cache.append([prompt], torch.randn(1, 4, 40, 64), torch.randn(1, 4, 40, 64))
+        >>> both = [prompt, cache.fork(prompt)]
+        >>> cache.append(both, torch.randn(2, 4, 1, 64), torch.randn(2, 4, 1, 64))
+        >>> out = flash_decode(torch.randn(2, 8, 1, 64), cache.k, cache.v, kv_lens=cache.kv_lens(both),
+        ...                    block_table=cache.block_table(both))
+        >>> cache.block_table(both).tolist(), cache.free_pages
+        ([[0, 1, 3], [0, 1, 2]], 28)
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        heads_kv: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+        layout: str = "bhnd",
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.layout, self.page_size = layout, page_size
+        self.k, self.v = _make_pair(pages, heads_kv, page_size, head_dim, value_dim, dtype, device, layout)
+        self._free = list(range(pages - 1, -1, -1))  # the next one is at the end
+        self._users = [0] * pages  # sequences per page
+        self._pages: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+        self._next = 0
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence uses."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """A new, empty sequence; it takes its pages as it grows."""
+        sequence, self._next = self._next, self._next + 1
+        self._pages[sequence], self._lengths[sequence] = [], 0
+        return sequence
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence that starts with the first `length` keys of another (None: all) and shares their pages."""
+        self._check([sequence])
+        most = self._lengths[sequence]
+        length = most if length is None else length
+        if not 0 <= length <= most:
+            raise ValueError(f"length must lie from 0 to {most}, what sequence {sequence} holds, got {length}")
+        child = self.allocate()
+        self._pages[child] = self._pages[sequence][: -(-length // self.page_size)]
+        self._lengths[child] = length
+        for page in self._pages[child]:
+            self._users[page] += 1
+        return child
+
+    def free(self, sequence: int) -> None:
+        """End a sequence; its pages are free again unless another sequence shares them."""
+        self._check([sequence])
+        for page in self._pages.pop(sequence):
+            self._release(page)
+        del self._lengths[sequence]
+
+    def length(self, sequence: int) -> int:
+        """Keys that a sequence holds."""
+        self._check([sequence])
+        return self._lengths[sequence]
+
+    def append(
+        self,
+        sequences: Sequence[int],
+        k_new: Tensor,
+        v_new: Tensor,
+        *,
+        new_lens: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Tensor | None:
+        """Write new keys [B, Hkv, L, D] and values behind those of B sequences.
+
+        Args:
+            sequences: B different sequences, one per row of k_new.
+            k_new, v_new: as for append_kv(), in the layout of the cache.
+            new_lens: how many of the L new tokens count, per sequence; None means all.
+            options: rotary_cos, rotary_sin, rotary_interleaved, q, q_advances and backend of append_kv().
+
+        Returns:
+            What append_kv() returns: the rotated q, or None without q.
+
+        Raises:
+            CacheFullError: the pool has too few free pages; nothing has changed.
+        """
+        self._check(sequences)
+        if len(set(sequences)) < len(sequences):
+            raise ValueError(f"sequences must differ from each other, got {list(sequences)}")
+        counts = _counts(k_new, self.layout, new_lens, len(sequences))
+        needed = self._pages_needed(sequences, counts)
+        if needed > len(self._free):
+            raise CacheFullError(f"the pool must have {needed} free pages for the new keys, got {len(self._free)}")
+        for sequence, new in zip(sequences, counts, strict=True):
+            self._grow(sequence, new)
+        rotated = append_kv(
+            k_new, v_new, self.k, self.v, self.kv_lens(sequences), layout=self.layout,
+            block_table=self.block_table(sequences),
+            new_lens=None if new_lens is None else _to_device(counts, self.k.device), **options,
+        )  # fmt: skip
+        for sequence, new in zip(sequences, counts, strict=True):
+            self._lengths[sequence] += new
+        return rotated
+
+    def block_table(self, sequences: Sequence[int]) -> Tensor:
+        """[B, max_pages] int32 on the device of the cache, as wide as the longest sequence; entries past an end are 0.
+
+        Made anew by every call: with many layers of the same lengths, ask once per step.
+        """
+        self._check(sequences)
+        rows = [self._pages[sequence] for sequence in sequences]
+        width = max([1, *map(len, rows)])
+        return _to_device([row + [0] * (width - len(row)) for row in rows], self.k.device).view(len(rows), width)
+
+    def kv_lens(self, sequences: Sequence[int]) -> Tensor:
+        """[B] int32 on the device of the cache."""
+        self._check(sequences)
+        return _to_device([self._lengths[sequence] for sequence in sequences], self.k.device)
+
+    def _pages_needed(self, sequences: Sequence[int], counts: list[int]) -> int:
+        """Free pages that appending takes: for growth, and for copies of shared last pages."""
+        needed, writers = 0, Counter[int]()
+        for sequence, new in zip(sequences, counts, strict=True):
+            length = self._lengths[sequence]
+            needed += -(-(length + new) // self.page_size) - len(self._pages[sequence])
+            if new and length % self.page_size:
+                writers[self._pages[sequence][-1]] += 1
+        # Of all that share a page, the last one that writes may keep it if everybody else has written too.
+        return needed + sum(min(count, self._users[page] - 1) for page, count in writers.items())
+
+    def _grow(self, sequence: int, new: int) -> None:
+        """Take the pages for `new` more keys, and an own copy of the page that they begin in if it is shared."""
+        pages, length = self._pages[sequence], self._lengths[sequence]
+        if new and length % self.page_size and self._users[pages[-1]] > 1:
+            shared, pages[-1] = pages[-1], self._take()
+            self.k[pages[-1]] = self.k[shared]
+            self.v[pages[-1]] = self.v[shared]
+            self._release(shared)
+        while len(pages) * self.page_size < length + new:
+            pages.append(self._take())
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self._users[page] -= 1
+        if self._users[page] == 0:
+            self._free.append(page)
+
+    def _check(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            if sequence not in self._pages:
+                raise ValueError(f"sequences must be allocated and not freed, got {sequence}")
+
+
+def _make_pair(
+    first: int, heads: int, length: int, head_dim: int, value_dim: int | None,
+    dtype: torch.dtype, device: torch.device | str | None, layout: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """k and v of a layout, uninitialised: nothing that was not written is ever used."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {list(LAYOUTS)}, got {layout!r}")
+    middle = (heads, length) if layout == "bhnd" else (length, heads)
+    k = torch.empty((first, *middle, head_dim), dtype=dtype, device=device)
+    return k, torch.empty((first, *middle, head_dim if value_dim is None else value_dim), dtype=dtype, device=device)
+
+
+def _length_axis(layout: str) -> int:
+    return 2 if layout == "bhnd" else 1
+
+
+def _counts(k_new: Tensor, layout: str, new_lens: Sequence[int] | None, batch: int) -> list[int]:
+    """New tokens per sequence."""
+    if k_new.ndim != 4 or k_new.shape[0] != batch:
+        raise ValueError(f"k_new must have four dimensions and one row per sequence, {batch}, got {list(k_new.shape)}")
+    new = k_new.shape[_length_axis(layout)]
+    if new_lens is None:
+        return [new] * batch
+    counts = [int(x) for x in new_lens]
+    if len(counts) != batch or not all(0 <= x <= new for x in counts):
+        raise ValueError(f"new_lens must hold {batch} numbers from 0 to {new}, got {counts}")
+    return counts
+
+
+def _to_device(values: list[Any], device: torch.device) -> Tensor:
+    """int32 on the device, through pinned memory where that spares the host a wait."""
+    x = torch.tensor(values, dtype=torch.int32)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

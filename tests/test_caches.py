@@ -1,0 +1,223 @@
+"""KVCache and PagedKVCache: what a sequence holds is what was appended to it, whoever shares its pages."""
+
+import pytest
+import torch
+from helpers import LOOSE, max_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_decoding import KVCache, PagedKVCache, append_kv, flash_decode, reference
+from flash_decoding.caches import CacheFullError
+
+HEADS, WIDTH, VALUE_WIDTH = 2, 16, 24
+
+
+def new_tokens(batch, count, layout="bhnd", device="cpu", dtype=torch.float32):
+    k, v = (torch.randn(batch, HEADS, count, width, device=device).to(dtype) for width in (WIDTH, VALUE_WIDTH))
+    return (k, v) if layout == "bhnd" else (k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
+
+
+def held(cache, sequence):
+    """(keys, values) of a sequence of a paged cache, [length, Hkv, width]."""
+    table, length = cache.block_table([sequence])[0].tolist(), cache.length(sequence)
+    pools = (x if cache.layout == "bhnd" else x.transpose(1, 2) for x in (cache.k, cache.v))
+    return tuple(torch.cat([x[page] for page in table], dim=1)[:, :length].transpose(0, 1) for x in pools)
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_dense_cache_grows_and_decodes(target, layout):
+    cache = KVCache(
+        3, HEADS, 20, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float16, device=target.device, layout=layout
+    )
+    seen = [[], [], []]
+    for count, lens in ((7, [7, 0, 3]), (1, None), (12, [12, 2, 5])):
+        k, v = new_tokens(3, count, layout, target.device, torch.float16)
+        cache.append(k, v, new_lens=lens, backend=target.backend)
+        for b, new in enumerate(lens or [count] * 3):
+            pair = (k, v) if layout == "bhnd" else (k.transpose(1, 2), v.transpose(1, 2))
+            seen[b].append([x[b, :, :new] for x in pair])
+        assert cache.kv_lens.tolist() == cache.lengths
+    assert cache.lengths == [20, 3, 9]
+    q = torch.randn(3, 4, 1, WIDTH, device=target.device, dtype=torch.float16)
+    queries = q if layout == "bhnd" else q.transpose(1, 2)
+    got = flash_decode(queries, cache.k, cache.v, layout=layout, kv_lens=cache.kv_lens, backend=target.backend)
+    got = got if layout == "bhnd" else got.transpose(1, 2)
+    for b, parts in enumerate(seen):
+        k, v = (torch.cat([part[i] for part in parts], dim=1)[None] for i in range(2))
+        assert max_error(got[b : b + 1], reference(q[b : b + 1], k, v)) < LOOSE[torch.float16]
+
+
+def test_a_full_dense_cache_refuses_and_keeps_what_it_has():
+    cache = KVCache(2, HEADS, 8, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    cache.append(*new_tokens(2, 8), new_lens=[8, 2])
+    before = cache.k.clone()
+    with pytest.raises(CacheFullError, match="got 1 for sequence 0, which holds 8 of 8"):
+        cache.append(*new_tokens(2, 1))
+    assert torch.equal(cache.k.nan_to_num(), before.nan_to_num())
+    assert cache.kv_lens.tolist() == cache.lengths == [8, 2]
+    cache.free([0])
+    k, v = new_tokens(2, 1)
+    cache.append(k, v)
+    assert cache.lengths == [1, 3]
+    assert torch.equal(cache.k[:, :, 0][0], k[0, :, 0])
+    assert torch.equal(cache.v[:, :, 2][1], v[1, :, 0])
+    cache.free()
+    assert cache.kv_lens.tolist() == [0, 0]
+
+
+def test_options_of_append_kv_pass_through():
+    cos, sin = torch.rand(8, 8), torch.rand(8, 8)
+    k, v = new_tokens(2, 3)
+    q = torch.randn(2, 4, 3, WIDTH)
+    lens = torch.zeros(2, dtype=torch.int32)
+    want_k, want_v = torch.zeros(2, HEADS, 8, WIDTH), torch.zeros(2, HEADS, 8, VALUE_WIDTH)
+    options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": True, "q": q}
+    want_q = append_kv(k, v, want_k, want_v, lens, **options)
+    dense = KVCache(2, HEADS, 8, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    assert torch.equal(dense.append(k, v, **options), want_q)
+    assert torch.equal(dense.k[:, :, :3], want_k[:, :, :3])
+    paged = PagedKVCache(4, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    sequences = [paged.allocate(), paged.allocate()]
+    assert torch.equal(paged.append(sequences, k, v, **options), want_q)
+    assert torch.equal(held(paged, sequences[1])[0], want_k[1, :, :3].transpose(0, 1))
+
+
+def test_a_fork_copies_only_the_page_that_it_writes_to():
+    cache = PagedKVCache(8, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    prompt = cache.allocate()
+    cache.append([prompt], *new_tokens(1, 10))
+    assert cache.free_pages == 5
+    forks = [cache.fork(prompt), cache.fork(prompt)]
+    assert cache.free_pages == 5, "forking takes no page"
+    before = [x.clone() for x in held(cache, prompt)]
+    new = new_tokens(2, 1)
+    cache.append(forks, *new)
+    assert cache.free_pages == 3, "each fork has its own last page"
+    tables = cache.block_table([prompt, *forks])
+    assert torch.equal(tables[:, :2], tables[:1, :2].expand(3, 2)), "full pages are shared"
+    assert len(set(tables[:, 2].tolist())) == 3
+    for i, x in enumerate(held(cache, prompt)):
+        assert torch.equal(x, before[i])
+    for b, fork in enumerate(forks):
+        for i, x in enumerate(held(cache, fork)):
+            assert torch.equal(x[:10], before[i])
+            assert torch.equal(x[10], new[i][b, :, 0])
+    cache.append([prompt], *new_tokens(1, 1))
+    assert cache.free_pages == 3, "the last one to write keeps the page"
+    for sequence in [prompt, *forks]:
+        cache.free(sequence)
+    assert cache.free_pages == 8
+
+
+def test_a_fork_on_a_page_boundary_copies_nothing():
+    cache = PagedKVCache(4, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    prompt = cache.allocate()
+    cache.append([prompt], *new_tokens(1, 11))
+    fork = cache.fork(prompt, 8)
+    cache.append([fork], *new_tokens(1, 1))
+    assert cache.free_pages == 0
+    assert cache.block_table([prompt, fork])[:, :2].unique(dim=0).shape[0] == 1
+    cache.append([prompt], *new_tokens(1, 1))
+    assert cache.length(prompt) == 12
+
+
+def test_a_full_pool_refuses_and_changes_nothing():
+    cache = PagedKVCache(3, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    a, b = cache.allocate(), cache.allocate()
+    cache.append([a, b], *new_tokens(2, 4))
+    child = cache.fork(a, 3)
+    keys = cache.k.clone()
+    # One page for b's growth, one for the copy of the page that the fork shares.
+    with pytest.raises(CacheFullError, match="must have 2 free pages for the new keys, got 1"):
+        cache.append([b, child], *new_tokens(2, 1))
+    assert torch.equal(keys.nan_to_num(), cache.k.nan_to_num())
+    assert [cache.length(x) for x in (a, b, child)] == [4, 4, 3]
+    assert cache.free_pages == 1
+    cache.free(a)
+    cache.append([b, child], *new_tokens(2, 1))  # the fork owns the page now
+    assert cache.free_pages == 0
+
+
+def test_unknown_and_repeated_sequences_are_refused():
+    cache = PagedKVCache(3, 4, HEADS, WIDTH)
+    a = cache.allocate()
+    cache.free(a)
+    b = cache.allocate()
+    for call in (cache.free, cache.fork, cache.length, lambda x: cache.block_table([x]), lambda x: cache.kv_lens([x])):
+        with pytest.raises(ValueError, match=f"must be allocated and not freed, got {a}"):
+            call(a)
+    with pytest.raises(ValueError, match="must differ from each other"):
+        cache.append([b, b], *new_tokens(2, 1))
+    with pytest.raises(ValueError, match="length must lie from 0 to 0"):
+        cache.fork(b, 1)
+    with pytest.raises(ValueError, match="page_size must be at least 1"):
+        PagedKVCache(3, 0, HEADS, WIDTH)
+    with pytest.raises(ValueError, match="layout must be one of"):
+        KVCache(1, HEADS, 4, WIDTH, layout="nhd")
+    with pytest.raises(ValueError, match="one row per sequence, 1, got"):
+        cache.append([b], *new_tokens(2, 1))
+    with pytest.raises(ValueError, match="new_lens must hold 1 numbers from 0 to 2"):
+        cache.append([b], *new_tokens(1, 2), new_lens=[3])
+
+
+class Model:
+    """A paged cache beside plain lists that hold what each sequence must hold."""
+
+    def __init__(self, layout, page_size):
+        self.cache = PagedKVCache(
+            24, page_size, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32, layout=layout
+        )  # fmt: skip
+        self.lists = {}
+
+    def allocate(self):
+        self.lists[self.cache.allocate()] = []
+
+    def fork(self, sequence, share):
+        length = round(share * len(self.lists[sequence]))
+        self.lists[self.cache.fork(sequence, length)] = self.lists[sequence][:length]
+
+    def free(self, sequence):
+        self.cache.free(sequence)
+        del self.lists[sequence]
+
+    def append(self, sequences, lens):
+        new = max(lens)
+        k, v = new_tokens(len(sequences), new, self.cache.layout)
+        free = self.cache.free_pages
+        try:
+            self.cache.append(sequences, k, v, new_lens=lens)
+        except CacheFullError:
+            assert self.cache.free_pages == free
+            return
+        if self.cache.layout == "bnhd":
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        for b, (sequence, count) in enumerate(zip(sequences, lens, strict=True)):
+            self.lists[sequence] += [(k[b, :, i], v[b, :, i]) for i in range(count)]
+
+    def check(self):
+        used = set()
+        for sequence, rows in self.lists.items():
+            assert self.cache.length(sequence) == len(rows)
+            used |= set(self.cache.block_table([sequence])[0, : -(-len(rows) // self.cache.page_size)].tolist())
+            for got, want in zip(held(self.cache, sequence), zip(*rows, strict=True) if rows else (), strict=False):
+                assert torch.equal(got, torch.stack(want))
+        assert self.cache.free_pages == 24 - len(used), "every page is free or in use"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["bhnd", "bnhd"]), st.sampled_from([1, 3, 4]))
+def test_any_sequence_of_steps(data, layout, page_size):
+    model = Model(layout, page_size)
+    for _ in range(data.draw(st.integers(1, 12), label="steps")):
+        known = sorted(model.lists)
+        step = data.draw(st.sampled_from(["allocate", "fork", "append", "append", "free"] if known else ["allocate"]))
+        if step == "allocate":
+            model.allocate()
+        elif step == "fork":
+            model.fork(data.draw(st.sampled_from(known)), data.draw(st.floats(0, 1)))
+        elif step == "free":
+            model.free(data.draw(st.sampled_from(known)))
+        else:
+            chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique=True))
+            model.append(chosen, [data.draw(st.integers(0, 9)) for _ in chosen])
+        model.check()
