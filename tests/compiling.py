@@ -70,7 +70,7 @@ def compile_chunk(
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 
 
-def compile_reduce(dtype, value_dim, block_s, num_warps, arch) -> Compiled:
+def compile_reduce(dtype, value_dim, block_s, num_warps, arch, *, skip_empty=False) -> Compiled:
     """The reduce kernel likewise."""
     signature = {
         "acc_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32", "out_ptr": f"*{NAMES[dtype]}",
@@ -79,7 +79,7 @@ def compile_reduce(dtype, value_dim, block_s, num_warps, arch) -> Compiled:
     }  # fmt: skip
     constants = {
         "Lq": 1,
-        "SKIP_EMPTY": False,
+        "SKIP_EMPTY": skip_empty,
         "DV": value_dim,
         "BLOCK_S": block_s,
         "BLOCK_DV": min(SLICE, next_power_of_2(value_dim)),

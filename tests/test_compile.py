@@ -70,10 +70,46 @@ def test_masked_and_unsplit_variants_compile(dtype, split):
 
 
 @pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (4, 128), (8, 80)])
+def test_paged_chunk_kernel_keeps_its_pipeline(group, head_dim, page_size, arch):
+    tile = choose_tile(group, 1, head_dim, head_dim, 2, SHARED[arch], paged=True)
+    built = compile_chunk(torch.bfloat16, group, head_dim, head_dim, tile, arch, page_size=page_size)
+    assert built.shared_bytes <= SHARED[arch]
+    assert "cp.async.cg.shared.global" in built.ptx
+    assert "cp.async.ca.shared.global" in built.ptx, "page ids are on their way as well"
+    # Two tiles of K and of V at least: one in work, one on its way.
+    assert built.shared_bytes >= 2 * tile.block_n * 2 * tile.block_d * 2
+    assert built.spills <= 16, "what spills does so once, outside the loop"
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize(("group", "q_len", "page_size"), [(4, 4, None), (4, 4, 16), (1, 16, None)])
+def test_every_option_at_once_compiles(group, q_len, page_size, arch):
+    tile = choose_tile(group, q_len, 128, 128, 2, SHARED[arch], paged=page_size is not None)
+    built = compile_chunk(
+        torch.float16, group, 128, 128, tile, arch, masked=True, page_size=page_size, q_len=q_len, options=True
+    )
+    assert built.shared_bytes <= SHARED[arch]
+    assert "cp.async" in built.ptx
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_attention_fits(heads, arch):
+    tile = choose_tile(heads, 1, 576, 512, 2, SHARED[arch], paged=True)
+    built = compile_chunk(torch.bfloat16, heads, 576, 512, tile, arch, page_size=64)
+    assert built.shared_bytes <= SHARED[arch]
+    assert "mma" in built.ptx
+
+
+@pytest.mark.parametrize("skip_empty", [False, True])
+@pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("num_splits", [2, 16, 64, 1000])
 @pytest.mark.parametrize("value_dim", [16, 64, 80, 256])
-def test_reduce_kernel_fits_and_does_not_spill(value_dim, num_splits, arch):
-    built = compile_reduce(torch.float16, value_dim, block_of_splits(num_splits), 4 if num_splits > 32 else 1, arch)
+def test_reduce_kernel_fits_and_does_not_spill(value_dim, num_splits, arch, skip_empty):
+    warps = 4 if num_splits > 32 else 1
+    built = compile_reduce(torch.float16, value_dim, block_of_splits(num_splits), warps, arch, skip_empty=skip_empty)
     assert built.spills == 0
     assert built.stack_bytes == 0
     assert built.shared_bytes <= 48 * 1024
