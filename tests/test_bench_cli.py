@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flash_decoding.bench import profiling
 from flash_decoding.bench.profiling import Launch, StepProfile
 from flash_decoding.bench.results import empty_row, new_results, read_results, write_results
 from flash_decoding.bench.roofline import Ceilings
+from flash_decoding.bench.run import _environment
 from flash_decoding.bench.timing import Method, Timed
 from flash_decoding.bench.workloads import Case, Shape
 from flash_decoding.cli import bench, plan, profile
@@ -61,22 +63,72 @@ def test_bench_writes_what_it_measured_after_each_row(tmp_path: Path):
     assert "shape: µs per decode step" in output
 
 
-def test_an_unwritable_file_does_not_stop_the_run(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    output = call(
-        "bench",
-        "--device",
-        "cpu",
-        "--shape",
-        "1,2,2,64,32",
-        "--peer",
-        "none",
-        "--json",
-        str(tmp_path / "file" / "x.json"),
-    )
-    assert "cannot be written" in output
-    assert "measuring goes on without it" in output
+MEASURE = ("bench", "--device", "cpu", "--shape", "1,2,2,64,32", "--peer", "none")
+
+
+def test_threads_of_the_measuring_process_sleep_on_busy_cores_unless_chosen_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("os.getloadavg", lambda: (1e9, 0.0, 0.0), raising=False)
+    assert _environment(None)["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert _environment(None)["OMP_WAIT_POLICY"] == "active"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
+    assert "OMP_WAIT_POLICY" not in _environment(None)
+
+
+@pytest.mark.parametrize("option", ["--json", "--results-dir"])
+def test_a_file_that_cannot_be_written_later_keeps_the_run_and_its_exit_code(tmp_path: Path, monkeypatch, option: str):
+    def full(path, results):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("flash_decoding.bench.results.write_results", full)
+    output = call(*MEASURE, option, str(tmp_path / "x"), code=2)
+    assert "cannot be written (No space left on device); measuring goes on without it" in output
     assert "shape: µs per decode step" in output
+
+
+@pytest.mark.parametrize(("command", "option"), [
+    *[(MEASURE, option) for option in ("--json", "--results-dir", "--markdown", "--plot")],
+    *[(("bench", "--report", "."), option) for option in ("--markdown", "--plot", "--readme")],
+    *[((name,), option) for name in ("plan", "profile") for option in ("--json", "--plot")],
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, monkeypatch, command, option: str):
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, [*command, option, str(tmp_path / "file" / "x")])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"flash-decoding: {option} must be a file that can be written, got {tmp_path}")
+
+
+def test_without_matplotlib_plot_is_refused_before_any_work(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "--plot needs matplotlib: pip install 'flash-decoding[bench]'" in call(
+        "plan", "--plot", str(tmp_path / "x"), code=2
+    )
+
+
+def test_the_summary_fits_into_80_columns_and_details_are_asked_for(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(bench, "console", Console(width=80))
+    case = Case("serving", "b1", Shape(16, 128, 16, 131072, 128), "bfloat16")
+    times = {"us_graph_spread": 0.1, "us_eager": 30.0, "us_host": 20.0, "read_floor_us": 1000.0, "max_abs_err": 1e-4}
+    rows = [
+        empty_row(case, impl, "ok") | times | {"us_graph": us}
+        for impl, us in (("flash_decoding", 1250.0), ("sdpa_packed", 1240.0), ("sdpa", 13000.0))
+    ]
+    write_results(tmp_path / "serving.json", new_results({"gpu": "NVIDIA H200"}, Method(), rows))
+    result = CliRunner().invoke(app, ["bench", "--report", str(tmp_path / "serving.json")])
+    lines = result.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "…" not in result.stdout
+    assert "16, 128/16, 131072, 128 17180 1000 1250 1.25 13000 1240 10.40 (SDPA packed)" in " ".join(
+        result.stdout.split()
+    )
+    assert "every peer" not in result.stdout
+    assert lines[-1] == "Every peer of every shape: --details."
+    detailed = CliRunner().invoke(app, ["bench", "--report", str(tmp_path / "serving.json"), "--details"]).stdout
+    assert detailed.index("serving: µs per decode step") < detailed.index("serving: every peer")
 
 
 def test_report_redraws_without_a_gpu(tmp_path: Path):
@@ -96,11 +148,11 @@ def test_report_redraws_without_a_gpu(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--shape", "1,2,3"], "shape must be five whole numbers B,Hq,Hkv,N,D, got '1,2,3'"),
-        (["--suite", "nope"], "suite must be one of article, serving, latency, cpu or all, got 'nope'"),
-        (["--device", "tpu"], "device must be auto, cuda or cpu, got 'tpu'"),
-        (["--dtype", "int8"], "dtype must be one of bfloat16, float16, float32, got 'int8'"),
-        (["--suite", "cpu", "--peer", "nope"], "peer must be one of flash_decoding"),
+        (["--shape", "1,2,3"], "--shape must be five whole numbers B,Hq,Hkv,N,D, got '1,2,3'"),
+        (["--suite", "nope"], "--suite must be one of article, serving, latency, cpu or all, got 'nope'"),
+        (["--device", "tpu"], "--device must be auto, cuda or cpu, got 'tpu'"),
+        (["--dtype", "int8"], "--dtype must be one of bfloat16, float16, float32, bf16, fp16, fp32, got 'int8'"),
+        (["--suite", "cpu", "--peer", "nope"], "--peer must be one of flash_decoding"),
         (["--report", "/no/such/file.json"], "/no/such/file.json does not exist"),
         (["--threads", "-1", "--device", "cpu"], "--threads must be at least 1, got -1"),
         (["--threads", "0", "--device", "cpu"], "--threads must be at least 1, got 0"),
@@ -175,7 +227,7 @@ def test_plan_needs_no_gpu(tmp_path: Path):
 
 
 def test_plan_takes_several_shapes_and_a_split_count():
-    output = call("plan", "1,8,1,4096,64", "1,1,1,64,64", "--gpu", "rtx4060", "--num-splits", "7")
+    output = call("plan", "1,8,1,4096,64", "1,1,1,64,64", "--gpu", "rtx4060", "--num-splits", "7", "--dtype", "fp16")
     assert output.count("independent problems") == 2
     assert "1 of 24 (4%)" in output
 
@@ -196,9 +248,11 @@ def test_plan_for_the_cpu_measures_its_memory():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "voodoo"], "gpu must be one of rtx4060"),
-        (["1,2", "--gpu", "h100"], "shape must be five whole numbers"),
-        (["--gpu", "h100", "--dtype", "int4"], "--dtype must be one of bfloat16, float16, float32, got 'int4'"),
+        (["--gpu", "voodoo"], "--gpu must be one of rtx4060"),
+        (["1,2", "--gpu", "h100"], "SHAPE must be five whole numbers"),
+        (["--gpu", "h100", "--dtype", "int4"], "--dtype must be one of bfloat16, float16, float32, bf16"),
+        (["--gpu", "h100", "--gpu", "a100"], "--gpu must be given once, got h100 and a100"),
+        (["--gpu", "h100", "--cpu"], "--cpu must be given without --gpu"),
         (["--gpu", "h100", "--num-splits", "0"], "--num-splits must be at least 1, got 0"),
         (["1,2,2,64,64", "1,2,2,65,64", "--gpu", "h100", "--plot", "x"], "--plot must be given with one shape, got 2"),
         *[([f"1,2,2,64,{d}", "--gpu", "h100"], f"D must be a multiple of 8 from 16 to 512, got {d}") for d in BAD_D],
@@ -300,8 +354,8 @@ def test_profile_refuses_in_one_sentence(arguments: list[str], sentence: str):
 
 
 @no_gpu
-def test_plan_and_profile_without_a_gpu_say_what_to_do():
-    assert "as in --gpu h200" in call("plan", code=2)
+def test_plan_and_profile_without_a_gpu_say_what_they_do():
+    assert call("plan").startswith("No GPU here, so this is for --gpu h200; name another, or --cpu. H200: 132")
     assert "profile needs a CUDA device" in call("profile", code=2)
 
 

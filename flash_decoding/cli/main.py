@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+from flash_decoding.bench.load import choose_wait_policy
 from flash_decoding.cli import fail
 
-# The commands that time this process's own threads; `bench` times in processes that it starts with the same policy.
+# The commands that time this process's own threads; `bench` times in processes that it starts by the same rule.
 _TIMED = ("generate", "--cpu")
 
 
@@ -19,9 +20,10 @@ def app(prog_name: str = "flash-decoding") -> None:
     try:
         from flash_decoding.cli.commands import app as commands
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
-        fail(f"the command line needs {error.name}: pip install 'flash-decoding[bench]'")
+        fail(f"the command line needs {package}: pip install 'flash-decoding[bench]'")
     try:
         status = commands(arguments, prog_name=prog_name, standalone_mode=False)
     except Exception as error:
@@ -35,13 +37,11 @@ def app(prog_name: str = "flash-decoding") -> None:
 
 
 def _restart_with_waiting_threads() -> None:
-    """Start this process anew with OpenMP threads that sleep while they wait, unless the user chose how they do.
+    """Start this process anew where its threads should sleep while they wait; see choose_wait_policy().
 
-    Spinning threads beside another busy program made SDPA take 208 ms per token in place of 1.1 (2 cores). OpenMP reads
-    the variable when torch loads it, and importing this package has loaded torch, so it is too late to set it here.
+    OpenMP reads the variable when torch loads it, and importing this package has loaded torch, so it is too late to set
+    it here.
     """
-    if os.name == "posix" and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    added = choose_wait_policy()
+    if os.name == "posix" and added:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | added)

@@ -40,8 +40,8 @@ _UNSUPPORTED = frozenset({
 def register() -> None:
     """Make attn_implementation="split_kv" known to Transformers; calling it again changes nothing.
 
-    A model class that cannot use it is then refused with a ValueError where the implementation is chosen: by
-    from_pretrained(), from_config() or set_attn_implementation().
+    A model that cannot use it is then refused with a ValueError by from_pretrained() and from_config(). A loaded model
+    whose attention cannot be changed at all stays as it is in set_attn_implementation(), which logs a warning.
 
     Example:
         >>> register()
