@@ -80,7 +80,7 @@ def choose_tile(
         # Exact float32 is multiplied out in registers, so rows * keys * width elements must fit there; and from 16
         # rows on Triton would turn that product into a dot with TF32.
         block_m = min(rows, 8 if widest <= 256 else 4)
-        block_n = min(max(16384 // (block_m * widest), 8), 128)
+        block_n = min(max(16384 // (block_m * widest), 8), 64)
         return Tile(block_m, block_n, block_d, block_dv, 8, 3, rest_d, 1)
 
     block_m = min(max(rows, 16), 64 if widest <= 128 else 32 if widest <= 256 else 16)
