@@ -19,7 +19,8 @@ _SLACK = 1.04
 # Even splits of sequences that differ in length are as uneven as these: the longest sequence's would be the last to
 # end. Pieces of so many keys balance by themselves; twice or half as many cost 2 to 10 % on three ragged batches.
 RAGGED_SPLIT_SIZE = 1024
-_MOST_PIECES = 1024
+# More pieces than this balance no better, and their partials are scratch.
+_WAVES_OF_PIECES = 32
 # What the compiler keeps in shared memory besides the pipeline of K and V tiles: q, p and reductions over warps.
 _SHARED_BESIDES_PIPELINE = 8 * 1024
 # The least among the architectures that the kernels are for (sm_86, sm_89), in bytes per program.
@@ -133,9 +134,11 @@ def choose_plan(
     if num_splits is None:
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
         slots = processors * programs_per_processor(tile, element_size)
-        pieces = -(-kv_len // RAGGED_SPLIT_SIZE)
-        if ragged and pieces > 1 and problems * pieces >= slots and pieces <= _MOST_PIECES:
-            return Plan(pieces, RAGGED_SPLIT_SIZE, tile)
+        if ragged and problems:
+            most = max(1, _WAVES_OF_PIECES * slots // problems)
+            size = RAGGED_SPLIT_SIZE * -(-kv_len // (RAGGED_SPLIT_SIZE * most))
+            if size < kv_len and problems * -(-kv_len // size) >= slots:
+                return Plan(-(-kv_len // size), size, tile)
         num_splits = choose_num_splits(problems, -(-kv_len // tile.block_n), slots)
     return Plan(num_splits, None, tile)
 

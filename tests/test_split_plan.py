@@ -47,6 +47,10 @@ def test_small_caches_are_not_cut():
 def test_sequences_that_may_differ_in_length_get_pieces_of_a_fixed_size():
     assert plan(64, 32, 8, 16384, 128, paged=True, ragged=True).split_size == RAGGED_SPLIT_SIZE
     assert plan(64, 32, 8, 16384, 128, paged=True, ragged=True).num_splits == 16
+    # A large cache for many sequences: larger pieces, or the scratch would rival the cache.
+    many = plan(64, 32, 8, 131072, 128, paged=True, ragged=True)
+    assert many.split_size == 8 * RAGGED_SPLIT_SIZE
+    assert many.num_splits == 16
     # Too few pieces for the device: even splits, which follow the lengths, fill it better. And one piece is no split.
     assert plan(2, 8, 8, 2048, 128, ragged=True).split_size is None
     assert plan(512, 32, 8, 1000, 128, ragged=True).num_splits == 1
