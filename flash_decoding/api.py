@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_decoding import backends
 from flash_decoding.op import run
-from flash_decoding.problem import Call, find_errors, make_problem
+from flash_decoding.problem import Call, find_errors, find_option_errors, make_problem
 from flash_decoding.workspace import Workspace
 
 
@@ -196,6 +196,8 @@ def _traced(call: Call, return_lse: bool, workspace: Workspace | None, backend: 
     """The call as a tracer sees it: outputs made in the graph, and one op that fills them and checks the rest."""
     if workspace is not None:
         raise ValueError("workspace must be None where the call is traced: graphs own their scratch")
+    for error in find_option_errors(call):
+        raise error
     if call.check:
         raise ValueError("check must be False where the call is traced: it reads lengths on the host")
     q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse

@@ -290,6 +290,8 @@ def _array_errors(call: AppendCall) -> Iterator[Exception]:
             yield ValueError(f"{name} must have one entry per sequence, {batch}, got {x.shape[0]}")
         if x is not None and x.ndim == 1 and x.numel() > 1 and x.stride(0) != 1:
             yield ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+        if x is not None and x.ndim == 2 and x.shape[1] > 1 and x.stride(1) != 1:
+            yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
     for name in (*_ARRAYS, "q", "rotary_cos", "rotary_sin"):
         x = getattr(call, name)
         if x is not None and x.numel() and x.stride(-1) != 1:

@@ -228,11 +228,16 @@ class PagedKVCache:
             raise CacheFullError(f"the pool must have {needed} free pages for the new keys, got {len(self._free)}")
         for sequence, new in zip(sequences, counts, strict=True):
             self._grow(sequence, new)
-        rotated = append_kv(
-            k_new, v_new, self.k, self.v, self.kv_lens(sequences), layout=self.layout,
-            block_table=self.block_table(sequences),
-            new_lens=None if new_lens is None else _to_device(counts, self.k.device), **options,
-        )  # fmt: skip
+        try:
+            rotated = append_kv(
+                k_new, v_new, self.k, self.v, self.kv_lens(sequences), layout=self.layout,
+                block_table=self.block_table(sequences),
+                new_lens=None if new_lens is None else _to_device(counts, self.k.device), **options,
+            )  # fmt: skip
+        except BaseException:
+            for sequence in sequences:
+                self._trim(sequence)
+            raise
         for sequence, new in zip(sequences, counts, strict=True):
             self._lengths[sequence] += new
         return rotated
@@ -273,6 +278,12 @@ class PagedKVCache:
             self._release(shared)
         while len(pages) * self.page_size < length + new:
             pages.append(self._take())
+
+    def _trim(self, sequence: int) -> None:
+        """Give back the pages that hold no key."""
+        pages = self._pages[sequence]
+        while len(pages) > -(-self._lengths[sequence] // self.page_size):
+            self._release(pages.pop())
 
     def _take(self) -> int:
         page = self._free.pop()

@@ -125,7 +125,7 @@ def _signature(call: Call) -> tuple | None:
 
 def find_errors(call: Call) -> Iterator[Exception]:
     """Every reason to refuse the call that can be told; reads no device memory unless call.check."""
-    yield from _option_errors(call)
+    yield from find_option_errors(call)
     kinds = list(_kind_errors(call))
     yield from kinds
     if kinds or call.layout not in LAYOUTS:
@@ -146,7 +146,7 @@ _ARRAYS = (
 _LENGTHS = ("kv_lens", "kv_start", "q_lens")
 
 
-def _option_errors(call: Call) -> Iterator[Exception]:
+def find_option_errors(call: Call) -> Iterator[Exception]:
     """Options that are wrong whatever the arrays are."""
     if call.layout not in LAYOUTS:
         yield ValueError(f"layout must be one of {list(LAYOUTS)}, got {call.layout!r}")
@@ -157,7 +157,10 @@ def _option_errors(call: Call) -> Iterator[Exception]:
         if isinstance(x, bool) or not isinstance(x, Real):
             yield TypeError(f"{name} must be a number or None, got {type(x).__name__}")
             continue
-        x = float(x)
+        try:
+            x = float(x)
+        except OverflowError:
+            x = math.inf
         if not math.isfinite(x):
             yield ValueError(f"{name} must be finite, got {x}")
         elif abs(x) > _MAX_SCALE:
@@ -326,20 +329,25 @@ def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int)
             yield ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
         elif x.ndim == 1 and x.numel() > 1 and x.stride(0) != 1:
             yield ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+        elif name == "block_table" and x.shape[1] > 1 and x.stride(1) != 1:
+            yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
         if x.device != call.q.device:
             yield ValueError(f"{name} must be on the device of q, {call.q.device}, got {x.device}")
 
 
 def _state_errors(call: Call) -> Iterator[Exception]:
     """What may differ between calls of one signature: flags of tensors, and lengths where looking costs no wait."""
-    recording = torch.is_grad_enabled()
+    if torch.is_grad_enabled():
+        for name in ("q", "k", "v", "alibi_slopes", "sinks"):
+            x = getattr(call, name)
+            if x is not None and x.requires_grad:
+                yield ValueError(
+                    f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
+                )
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if recording and x.requires_grad:
-            yield ValueError(
-                f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
-            )
         if x.is_neg():
             yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
+    outside = False
     for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start), ("q_lens", call.q_lens)):
         if lens is None or lens.numel() == 0 or not (call.check or lens.device.type == "cpu"):
             continue
@@ -349,19 +357,27 @@ def _state_errors(call: Call) -> Iterator[Exception]:
         )
         low, high = (int(y) for y in torch.aminmax(lens))
         if low < 0 or high > most:
+            outside = True
             yield ValueError(f"{name} must lie from 0 to {most}, {what}, got values from {low} to {high}")
-    if call.block_table is not None and call.check:
+    table = call.block_table
+    if table is not None and not outside and (call.check or table.device.type == "cpu"):
         yield from _page_errors(call)
 
 
 def _page_errors(call: Call) -> Iterator[Exception]:
-    """Page ids outside the pool among those that the lengths reach; reads the table, so only for check=True."""
-    table, pages = call.block_table, call.k.shape[0]
-    assert table is not None, "called with a table"
-    assert call.kv_lens is not None, "a table comes with lengths"
-    page_size = call.k.shape[2 if call.layout == "bhnd" else 1]
+    """Page ids outside the pool among those that are looked up."""
+    table, lens = call.block_table, call.kv_lens
+    if table is None or lens is None or table.ndim != 2 or lens.shape != table.shape[:1]:
+        return  # named by others
+    length = 2 if call.layout == "bhnd" else 1
+    page_size, pages = call.k.shape[length], call.k.shape[0]
+    start = torch.zeros_like(lens) if call.kv_start is None else call.kv_start
+    if call.window is not None:
+        tokens = call.q.shape[length] if call.q_lens is None else call.q_lens
+        start = torch.maximum(start, lens - tokens - call.window)
     first = torch.arange(table.shape[1], device=table.device) * page_size
-    bad = (first < call.kv_lens[:, None]) & ((table < 0) | (table >= pages))
+    reached = (first < lens[:, None]) & (first + page_size > start[:, None])
+    bad = reached & ((table < 0) | (table >= pages))
     if bool(bad.any()):
         b, column = (int(i) for i in bad.nonzero()[0])
         yield ValueError(

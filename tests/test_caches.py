@@ -221,3 +221,17 @@ def test_any_sequence_of_steps(data, layout, page_size):
             chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique=True))
             model.append(chosen, [data.draw(st.integers(0, 9)) for _ in chosen])
         model.check()
+
+
+def test_a_refused_append_leaves_the_pages_as_they_were():
+    cache = PagedKVCache(6, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    a, b = cache.allocate(), cache.allocate()
+    cache.append([a, b], *new_tokens(2, 2))
+    free, before = cache.free_pages, held(cache, a)
+    k, v = new_tokens(1, 16)
+    with pytest.raises(TypeError):
+        cache.append([a], k, v.half())
+    assert cache.free_pages == free
+    assert all(torch.equal(x, y) for x, y in zip(held(cache, a), before, strict=True))
+    cache.append([a, b], *new_tokens(2, 8))
+    assert (cache.length(a), cache.length(b)) == (10, 10)

@@ -274,3 +274,23 @@ def test_what_contradicts_itself_is_refused():
         flash_attn_with_kvcache(q[0], cache, cache)
     with pytest.raises(TypeError, match=r"k_cache must be a torch.Tensor"):
         flash_attn_with_kvcache(q, None, cache)
+
+
+def test_what_decoding_refuses_is_refused_before_anything_is_written():
+    k_cache, v_cache = torch.zeros(2, 20, 2, 64), torch.zeros(2, 20, 2, 64)
+    q, k, v = torch.randn(2, 1, 4, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+    with pytest.raises(ValueError, match="alibi_slopes must have shape"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3, alibi_slopes=torch.zeros(3))
+    assert bool((k_cache == 0).all())
+    with pytest.raises(TypeError, match="cache_batch_idx must be int32 or int64"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=torch.tensor([0.0, 1.0]))
+    with pytest.raises(ValueError, match="block_table must hold pages from 0 to 1"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=torch.tensor([0, 10**8]))
+
+
+def test_a_window_as_long_as_the_cache_is_none():
+    k_cache, v_cache = torch.randn(2, 20, 2, 64), torch.randn(2, 20, 2, 64)
+    q = torch.randn(2, 3, 4, 64)
+    whole = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=18)
+    for window in ((20, -1), (100, 30), (-1, 25)):
+        assert torch.equal(flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=18, window_size=window), whole)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DTYPES, decode_and_check, describe, make_inputs
+from helpers import DTYPES, decode_and_check, describe, make_inputs, max_error
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -139,3 +139,21 @@ def test_the_reference_is_softmax_attention():
     q, k, v = make_inputs(2, 6, 2, 50, 64, torch.float64, "cpu")
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert torch.allclose(reference(q, k, v), want, atol=1e-12), "torch's own float64 attention says otherwise"
+
+
+@pytest.mark.interpreter
+def test_values_wider_than_the_keys_of_the_same_storage(target):
+    """The tile of K may serve as V only where it holds all of V."""
+    storage = torch.randn(1, 1, 40, 64, dtype=torch.float16, device=target.device)
+    q = torch.randn(1, 2, 1, 48, dtype=torch.float16, device=target.device)
+    decode_and_check(target, q, storage[..., :48], storage, plan={"num_splits": 2})
+    decode_and_check(target, torch.randn_like(q).repeat(1, 1, 1, 2)[..., :64], storage, storage)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("softcap", [0.5, 50.0, 1e4, 1e9])
+def test_a_large_soft_cap_is_no_soft_cap(target, softcap):
+    q, k, v = make_inputs(1, 4, 2, 70, 64, torch.float32, target.device)
+    out, _ = decode_and_check(target, q, k, v, softcap=softcap, atol=3e-6)
+    if softcap == 1e9:
+        assert max_error(out, flash_decode(q, k, v, backend=target.backend)) < 3e-6

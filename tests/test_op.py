@@ -59,8 +59,12 @@ def test_gradients_are_refused_when_compiled_too(target):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"workspace": Workspace()}, "workspace must be None"), ({"check": True}, "check must be False")],
-    ids=["workspace", "check"],
+    [
+        ({"workspace": Workspace()}, "workspace must be None"),
+        ({"check": True}, "check must be False"),
+        ({"window": True}, "window must be an int or None, got bool"),
+    ],
+    ids=["workspace", "check", "window"],
 )
 def test_what_a_graph_cannot_do_is_refused(target, options, message):
     q, k, v = make_inputs(2, 4, 2, 30, 64, torch.float32, target.device)

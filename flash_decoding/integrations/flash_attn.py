@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_decoding.api import flash_decode
 from flash_decoding.append import append_kv
+from flash_decoding.problem import Call, find_errors
 
 # What other libraries call the same thing, and what it is called here.
 _ALIASES = {
@@ -114,13 +115,15 @@ def flash_attn_with_kvcache(
         if x.ndim != 4:
             raise ValueError(f"{name} must have shape [B, L, H, D], got {list(x.shape)}")
     batch, q_len = q.shape[:2]
-    causal, window = _masks(causal, window_size, q_len)
     if cache_batch_idx is not None:
         if block_table is not None:
             raise ValueError("cache_batch_idx must be None with a block_table, which has a row for each sequence of q")
+        if cache_batch_idx.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cache_batch_idx must be int32 or int64, got {cache_batch_idx.dtype}")
         # A row of the cache is a sequence's only page.
         block_table = cache_batch_idx.to(torch.int32)[:, None]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
+    causal, window, advances = _masks(causal, window_size, q_len, capacity)
     if cache_seqlens is None and k is not None:
         raise ValueError("cache_seqlens must be given with k, got None")
     lens = cache_seqlens
@@ -128,11 +131,20 @@ def flash_attn_with_kvcache(
         lens = torch.full((batch,), capacity if lens is None else lens, dtype=torch.int32, device=q.device)
 
     kv_lens, q = lens, _last_contiguous(q)
+    decoding: dict[str, Any] = {
+        "layout": "bnhd", "kv_start": cache_leftpad, "block_table": block_table, "scale": softmax_scale,
+        "causal": causal, "window": window, "softcap": softcap or None, "alibi_slopes": alibi_slopes,
+        "num_splits": num_splits or None,
+    }  # fmt: skip
+    if k is not None and not torch.compiler.is_compiling():
+        # What decoding would refuse is refused before anything is written.
+        for error in find_errors(Call(q, k_cache, v_cache, kv_lens=lens, **decoding)):
+            raise error
     if k is not None and v is not None and lens is not None:
         rotated = append_kv(
             _last_contiguous(k), _last_contiguous(v), k_cache, v_cache, lens, layout="bnhd", block_table=block_table,
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-            q=None if rotary_cos is None else q, q_advances=causal or window is not None,
+            q=None if rotary_cos is None else q, q_advances=advances,
         )  # fmt: skip
         q = q if rotated is None else rotated
         kv_lens = lens + k.shape[1]
@@ -140,11 +152,7 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{'v' if v is None else 'k'} must be given with {'k' if v is None else 'v'}, got None")
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("k must be given with rotary_cos and rotary_sin, got None")
-    return flash_decode(
-        q, k_cache, v_cache, layout="bnhd", kv_lens=kv_lens, kv_start=cache_leftpad, block_table=block_table,
-        scale=softmax_scale, causal=causal, window=window, softcap=softcap or None, alibi_slopes=alibi_slopes,
-        num_splits=num_splits or None, return_lse=return_softmax_lse,
-    )  # fmt: skip
+    return flash_decode(q, k_cache, v_cache, kv_lens=kv_lens, return_lse=return_softmax_lse, **decoding)
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -152,17 +160,20 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _masks(causal: bool, window_size: tuple[int, int], q_len: int) -> tuple[bool, int | None]:
-    """causal and window as flash_decode() has them."""
+def _masks(
+    causal: bool, window_size: tuple[int, int], q_len: int, capacity: int
+) -> tuple[bool, int | None, bool]:  # fmt: skip
+    """causal and window as flash_decode() has them, and whether rotated queries advance from token to token."""
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size}")
-    left, right = (-1 if x is None else x for x in window_size)  # None is how flash-attn 4 says -1
+    # None is how flash-attn 4 says -1, and a side as long as the cache is as good as none.
+    left, right = (-1 if x is None or x >= capacity else x for x in window_size)
     if not causal and 0 < right < q_len - 1:
         raise ValueError(
             f"window_size must have a right side of -1, of 0, or of at least {q_len - 1} for {q_len} query tokens, "
             f"got {right}"
         )
-    return causal or right == 0, None if left < 0 else left
+    return causal or right == 0, None if left < 0 else left, causal or left >= 0 or right >= 0
 
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:

@@ -183,7 +183,9 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     p, tile = problem, plan.tile
     strides = p.q.stride()[:3], p.k.stride()[:3], p.v.stride()[:3], out.stride()[:3]
     v_in_k = (
-        tile.block_dv == tile.block_d == p.value_dim and p.v.data_ptr() == p.k.data_ptr() and strides[1] == strides[2]
+        tile.block_dv == tile.block_d == p.value_dim <= p.head_dim
+        and p.v.data_ptr() == p.k.data_ptr()
+        and strides[1] == strides[2]
     )
     table, mask, tree = p.block_table, p.key_mask, p.tree_mask
     arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks)

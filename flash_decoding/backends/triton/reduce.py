@@ -69,9 +69,14 @@ def _reduce_kernel(
             tl.store(lse_ptr + row, lse)
 
 
-def block_of_splits(num_splits: int) -> int:
-    """Few distinct sizes, so that a growing cache meets few compilations; more splits than the largest take a loop."""
-    return 8 if num_splits <= 8 else 32 if num_splits <= 32 else 128
+def block_of_splits(num_splits: int, split_size: int | None = None) -> tuple[int, int]:
+    """Splits at a time, and warps. Few distinct sizes, so that a growing cache meets few compilations.
+
+    With a fixed split_size always the same: the order of the sum, and so its bits, must not depend on the capacity.
+    """
+    if split_size is not None:
+        return 32, 1
+    return (8, 1) if num_splits <= 8 else (32, 1) if num_splits <= 32 else (128, 4)
 
 
 def launch_reduce(problem: Problem, plan: Plan, partial: Partial, out: Tensor, lse: Tensor | None) -> None:
@@ -79,11 +84,12 @@ def launch_reduce(problem: Problem, plan: Plan, partial: Partial, out: Tensor, l
     p, stride = problem, out.stride()[:3]
     block_dv = min(SLICE, next_power_of_2(p.value_dim))
     rows = p.batch * p.heads_q * p.q_len
+    block_s, num_warps = block_of_splits(plan.num_splits, plan.split_size)
     launch(
         _reduce_kernel,
         (variant((out,), (stride,)), out.dtype, lse is None, p.sinks is None),
         (rows, -(-p.value_dim // block_dv)),
         (partial.acc, partial.m, partial.l, out, stride, lse, p.sinks, p.heads_q, rows, plan.num_splits),
-        (p.q_len, plan.split_size is not None, p.value_dim, block_of_splits(plan.num_splits), block_dv),
-        (4 if plan.num_splits > 32 else 1, 1),
+        (p.q_len, plan.split_size is not None, p.value_dim, block_s, block_dv),
+        (num_warps, 1),
     )

@@ -25,10 +25,13 @@ def transform_scores(s, scale, softcap, slopes, own, n):
 
 @triton.jit
 def softcap_scores(s, cap):
-    """cap * tanh(s / cap), through exp2 of a non-positive number so that it cannot overflow."""
-    e = tl.exp2(tl.abs(s) * (-2.0 * LOG2_E) / cap)
+    """cap * tanh(s / cap): exp2 of a non-positive number cannot overflow; near 0, where it cancels, a series."""
+    x = s / cap
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     t = (1.0 - e) / (1.0 + e)
-    return tl.where(s < 0, -t, t) * cap
+    x2 = x * x
+    series = x + x * x2 * (x2 * (x2 * (-17.0 / 315.0) + 2.0 / 15.0) - 1.0 / 3.0)
+    return tl.where(tl.abs(x) < 0.1, series, tl.where(x < 0, -t, t)) * cap
 
 
 @triton.jit
