@@ -376,7 +376,7 @@ def _page_errors(call: Call) -> Iterator[Exception]:
         tokens = call.q.shape[length] if call.q_lens is None else call.q_lens
         start = torch.maximum(start, lens - tokens - call.window)
     first = torch.arange(table.shape[1], device=table.device) * page_size
-    reached = (first < lens[:, None]) & (first + page_size > start[:, None])
+    reached = (first < lens[:, None]) & (first + page_size > start[:, None]) & (start < lens)[:, None]
     bad = reached & ((table < 0) | (table >= pages))
     if bool(bad.any()):
         b, column = (int(i) for i in bad.nonzero()[0])
