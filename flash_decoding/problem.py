@@ -372,11 +372,11 @@ def _page_errors(call: Call) -> Iterator[Exception]:
     length = 2 if call.layout == "bhnd" else 1
     page_size, pages = call.k.shape[length], call.k.shape[0]
     start = torch.zeros_like(lens) if call.kv_start is None else call.kv_start
+    tokens = torch.full_like(lens, call.q.shape[length]) if call.q_lens is None else call.q_lens
     if call.window is not None:
-        tokens = call.q.shape[length] if call.q_lens is None else call.q_lens
-        start = torch.maximum(start, lens - tokens - call.window)
+        start = torch.maximum(start, lens - tokens - min(call.window, MAX_KV_LEN))
     first = torch.arange(table.shape[1], device=table.device) * page_size
-    reached = (first < lens[:, None]) & (first + page_size > start[:, None]) & (start < lens)[:, None]
+    reached = (first < lens[:, None]) & (first + page_size > start[:, None]) & ((start < lens) & (tokens > 0))[:, None]
     bad = reached & ((table < 0) | (table >= pages))
     if bool(bad.any()):
         b, column = (int(i) for i in bad.nonzero()[0])

@@ -66,6 +66,8 @@ def _chunk_kernel(
     kv_len = clamped_length(kv_lens_ptr, b, kv_len)
     q_len = clamped_length(q_lens_ptr, b, Lq)
     first, last = visible_range(kv_start_ptr, b, kv_len, q_len, window)
+    if q_lens_ptr is not None:
+        last = tl.where(q_len > 0, last, first)  # nobody asks, so nothing is looked up
     start, stop = split_range(first, last, split, num_splits, split_size, BLOCK_N)
 
     row, d, dv = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
