@@ -17,7 +17,8 @@ _MERGE_TILES, _MERGE_SPLITS_PER_TILE = 2.5, 32
 # The model is no better than this, and fewer splits leave less to merge.
 _SLACK = 1.04
 # Even splits of sequences that differ in length are as uneven as these: the longest sequence's would be the last to
-# end. Pieces of so many keys balance by themselves; twice or half as many cost 2 to 10 % on three ragged batches.
+# end. Pieces of so many keys balance by themselves; twice as many cost 2 to 14 % on three ragged batches
+# (benchmarks/sweeps/nvidia-h200-paged.json).
 RAGGED_SPLIT_SIZE = 1024
 # More pieces than this balance no better, and their partials are scratch.
 _WAVES_OF_PIECES = 32
