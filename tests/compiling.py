@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flash_decoding.backends.triton.append import _WARPS, _append_kernel, choose_rows
 from flash_decoding.backends.triton.chunk import _chunk_kernel
 from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel
 from flash_decoding.split_plan import Tile, next_power_of_2
@@ -85,6 +86,28 @@ def compile_reduce(dtype, value_dim, block_s, num_warps, arch, *, skip_empty=Fal
         "BLOCK_DV": min(SLICE, next_power_of_2(value_dim)),
     }
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
+
+
+def compile_append(dtype, head_dim, arch, *, page_size=None, rotary=None, queries=False) -> Compiled:
+    """The append kernel likewise; rotary: "halves" or "interleaved"."""
+    x, stride, table = f"*{NAMES[dtype]}", ("i32", "i32", "i32"), "*fp32" if rotary else "constexpr"
+    block_r, block_d = choose_rows(head_dim, head_dim)
+    integers = (
+        "block_table_step", "cos_step", "sin_step", "L", "Lq", "Hkv", "Hq", "capacity", "pages", "positions", "q_step",
+        "tiles",
+    )  # fmt: skip
+    signature = dict.fromkeys(integers, "i32")
+    for name in ("k_new", "v_new", "k", "v", *(("q", "q_out") if queries else ())):
+        signature |= {f"{name}_ptr": x, f"{name}_stride": stride}
+    if not queries:
+        signature |= {"q_stride": stride, "q_out_stride": stride}
+    signature |= {"kv_lens_ptr": "*i32", "new_lens_ptr": "*i32", "cos_ptr": table, "sin_ptr": table}
+    signature["block_table_ptr"] = "*i32" if page_size else "constexpr"
+    constants = {
+        "D": head_dim, "DV": head_dim, "ROTARY_DIM": head_dim if rotary else 0, "INTERLEAVED": rotary == "interleaved",
+        "PAGE_SIZE": page_size, "BLOCK_R": block_r, "BLOCK_D": block_d,
+    }  # fmt: skip
+    return _compile(_append_kernel, signature, constants, arch, _WARPS, 1)
 
 
 def _compile(kernel, signature, constants, arch, num_warps, num_stages) -> Compiled:

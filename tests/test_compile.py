@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 pytest.importorskip("triton")
 
-from compiling import compile_chunk, compile_reduce
+from compiling import compile_append, compile_chunk, compile_reduce
 
 from flash_decoding.backends.triton.reduce import block_of_splits
 from flash_decoding.split_plan import choose_tile
@@ -113,3 +113,12 @@ def test_reduce_kernel_fits_and_does_not_spill(value_dim, num_splits, arch, skip
     assert built.spills == 0
     assert built.stack_bytes == 0
     assert built.shared_bytes <= 48 * 1024
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("rotary", [None, "halves", "interleaved"])
+def test_append_kernel(rotary, page_size, arch):
+    built = compile_append(torch.bfloat16, 128, arch, page_size=page_size, rotary=rotary, queries=rotary is not None)
+    assert built.spills == 0
+    assert "st.global.v" in built.ptx, "several entries are written at a time"

@@ -57,10 +57,10 @@ def _append_kernel(
         in_row = (i < L) & (position < capacity)
         if new_lens_ptr is not None:
             in_row &= i < tl.load(new_lens_ptr + b)
-        page, slot = locate_rows(_table_of(block_table_ptr, block_table_step, b), position, 0, in_row, PAGE_SIZE, False)
-        if block_table_ptr is None:
-            page = b
-        else:
+        page, slot = b, position
+        if block_table_ptr is not None:
+            table = block_table_ptr + b * block_table_step
+            page, slot = locate_rows(table, position, 0, in_row, PAGE_SIZE, False)
             in_row &= (page >= 0) & (page < pages)
         if part == 0:
             k_new_at = k_new_ptr + b * k_new_stride[0] + h * k_new_stride[1] + i * k_new_stride[2]
@@ -83,14 +83,6 @@ def _append_kernel(
                 q_at, q_out_at, t < Lq, position, cos_ptr, cos_step, sin_ptr, sin_step,
                 D, ROTARY_DIM, INTERLEAVED, BLOCK_D,
             )  # fmt: skip
-
-
-@triton.jit
-def _table_of(table_ptr, step, b):
-    """The block table of sequence b; None stays None."""
-    if table_ptr is not None:
-        table_ptr += b * step
-    return table_ptr
 
 
 @triton.jit
