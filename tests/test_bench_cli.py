@@ -17,7 +17,7 @@ from flash_decoding.bench.results import empty_row, new_results, read_results, w
 from flash_decoding.bench.roofline import Ceilings
 from flash_decoding.bench.run import _environment
 from flash_decoding.bench.timing import Method, Timed
-from flash_decoding.bench.workloads import Case, Shape
+from flash_decoding.bench.workloads import SUITES, Case, Shape
 from flash_decoding.cli import bench, plan, profile
 from flash_decoding.hardware import Gpu, find_gpu
 
@@ -131,6 +131,23 @@ def test_the_summary_fits_into_80_columns_and_details_are_asked_for(tmp_path: Pa
     assert detailed.index("serving: µs per decode step") < detailed.index("serving: every peer")
 
 
+def test_summaries_of_paged_suites_fit_into_80_columns(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(bench, "console", Console(width=80))
+    times = {"us_graph_spread": 0.1, "us_eager": 30.0, "us_host": 20.0, "read_floor_us": 1000.0, "max_abs_err": 1e-4}
+    for suite in ("ragged", "options"):
+        rows = [
+            empty_row(case, impl, "ok") | times | {"us_graph": us, "plan_us": 12345.0}
+            for case in SUITES[suite]
+            for impl, us in (("flash_decoding", 12500.0), ("fa3_tuned", 12400.0), ("flashinfer_tc", 13000.0))
+        ]
+        write_results(tmp_path / f"{suite}.json", new_results({"gpu": "NVIDIA H200"}, Method(), rows))
+    result = CliRunner().invoke(app, ["bench", "--report", str(tmp_path)])
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    assert "…" not in result.stdout
+    for whole in ("(FlashAttention-3,", "13000", "options: what the options cost", "1070–39517,", "page 16"):
+        assert whole in result.stdout
+
+
 def test_report_redraws_without_a_gpu(tmp_path: Path):
     pytest.importorskip("matplotlib")
     path = sample_file(tmp_path)
@@ -149,7 +166,7 @@ def test_report_redraws_without_a_gpu(tmp_path: Path):
     ("arguments", "sentence"),
     [
         (["--shape", "1,2,3"], "--shape must be five whole numbers B,Hq,Hkv,N,D, got '1,2,3'"),
-        (["--suite", "nope"], "--suite must be one of article, serving, latency, cpu or all, got 'nope'"),
+        (["--suite", "nope"], f"--suite must be one of {', '.join(SUITES)} or all, got 'nope'"),
         (["--device", "tpu"], "--device must be auto, cuda or cpu, got 'tpu'"),
         (["--dtype", "int8"], "--dtype must be one of bfloat16, float16, float32, bf16, fp16, fp32, got 'int8'"),
         (["--suite", "cpu", "--peer", "nope"], "--peer must be one of flash_decoding"),

@@ -12,12 +12,12 @@ import torch
 from flash_decoding import reference
 from flash_decoding.bench import measure
 from flash_decoding.bench.measure import make_stage, measure_case, measure_peer
-from flash_decoding.bench.peers import OURS, Peer, Prepared
+from flash_decoding.bench.peers import OURS, Peer, Prepared, peers_for
 from flash_decoding.bench.read_floor import Floor
 from flash_decoding.bench.results import empty_row
 from flash_decoding.bench.run import _build_jobs, build_peers, run
 from flash_decoding.bench.timing import Method, Timed
-from flash_decoding.bench.workloads import SUITES, Case, Shape
+from flash_decoding.bench.workloads import SUITES, Case, Options, Shape
 
 CASE = Case("x", "small", Shape(1, 4, 2, 100, 32), "float32", "cpu")
 QUICK = Method(rotated_bytes=100_000, cpu_repeats=3, cpu_us=1000)
@@ -64,6 +64,7 @@ def test_the_fastest_variant_counts(stage):
     assert row["max_abs_err"] < 1e-6
     assert row["read_floor_us"] == round(stage.floor.us, 3)
     assert row["bytes"] == CASE.kv_bytes
+    assert (row["options"], row["baseline"]) == ({}, None)
 
 
 def test_a_gpu_row_keeps_the_repeats_of_both_times(stage, monkeypatch):
@@ -71,7 +72,7 @@ def test_a_gpu_row_keeps_the_repeats_of_both_times(stage, monkeypatch):
     monkeypatch.setattr(measure, "capture", lambda calls: ("graph", [call() for call in calls]))
     monkeypatch.setattr(measure, "time_graph", lambda graph, *args, **options: times)
     monkeypatch.setattr(measure, "time_eager", lambda calls, us, method: (times, times))
-    monkeypatch.setattr(measure, "max_abs_err", lambda out, want: 0.0)
+    monkeypatch.setattr(measure, "check_output", lambda out, want, dtype: (0.0, None))
     prepared = Prepared("", [lambda: torch.zeros(1)] * 2)
     row = measure._measure_on_gpu(prepared, stage, QUICK)["finish"]()
     assert row["us_graph_repeats"] == row["us_eager_repeats"] == [1.0, 2.0, 5.0]
@@ -135,6 +136,25 @@ def test_a_run_in_a_worker_gives_every_peer_a_row():
     assert any(kind == "doing" and value == "small: sdpa" for kind, value in events)
 
 
+def test_options_are_measured_like_everything_else():
+    shape = Shape(2, 4, 2, 100, 32)
+    ragged = Case("x", "ragged", shape, "float32", "cpu", Options(page_size=16, kv_lens=(100, 7)), baseline="dense")
+    window = Case("x", "window", shape, "float32", "cpu", Options(q_len=3, window=20))
+    events = list(run([ragged, window], QUICK, ["sdpa"]))
+    rows = [value for kind, value in events if kind == "row"]
+    assert [(row["case"], row["impl"], row["status"]) for row in rows] == [
+        ("ragged", OURS, "ok"),
+        ("ragged", "sdpa", "unsupported: takes no block table"),
+        ("window", OURS, "ok"),
+        ("window", "sdpa", "ok"),
+    ]
+    assert rows[0]["options"] == {"page_size": 16, "kv_lens": [100, 7]}
+    assert (rows[0]["baseline"], rows[0]["bytes"]) == ("dense", ragged.kv_bytes)
+    assert rows[2]["options"] == {"q_len": 3, "window": 20}
+    assert rows[3]["variant"] == "enable_gqa, mask"
+    assert all(row["read_floor_us"] > 0 for row in rows)
+
+
 def test_a_peer_that_kills_its_process_costs_its_own_row(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, torch\n"
@@ -165,9 +185,36 @@ def test_what_peers_compile_is_built_once_per_key(monkeypatch):
     assert sum(name == "xqa" for name, _ in built) == 3
 
 
+def test_what_options_compile_is_built_where_it_runs(monkeypatch):
+    monkeypatch.setattr(Peer, "installed", lambda self: True)
+    jobs = _build_jobs(SUITES["ragged"] + SUITES["options"], None)
+    built = {name: [str(case.options) for case, peer in jobs if peer.name == name] for name in ("xqa", "flashinfer_tc")}
+    # FlashInfer has one kernel for all pages and lengths, XQA one per page size; both have others for a window.
+    assert built == {"xqa": ["page16-ragged", "", "window1024"], "flashinfer_tc": ["page16-ragged", "window1024"]}
+    assert not [case for case, peer in jobs if peer.name == "flex_attention" and str(case.options)]
+
+
 def test_nothing_to_build_starts_no_process(monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     build_peers([CASE], QUICK)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "options",
+    [Options(page_size=16, kv_lens=(5, 2000, 700)), Options(page_size=64), Options(q_len=4), Options(window=100)],
+    ids=str,
+)
+def test_options_are_timed_in_a_graph(options: Options):
+    case = Case("x", "x", Shape(3, 8, 2, 2000, 128), "bfloat16", options=options)
+    method = Method(rotated_bytes=20_000_000, eager_repeats=2)
+    stage = make_stage(case, method, {})
+    assert stage.floor.bytes == case.kv_bytes
+    (ours,) = [peer for peer in peers_for("cuda") if peer.name == OURS]
+    row = measure_peer(ours, stage, method)
+    assert row["status"] == "ok"
+    assert row["us_graph"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,19 @@ from flash_decoding.bench.results import (
     time_us,
     write_results,
 )
-from flash_decoding.bench.tables import detail_table, failure_lines, summary_cells, summary_table, to_markdown
+from flash_decoding.bench.tables import (
+    SUMMARY,
+    detail_table,
+    failure_lines,
+    ratio_cells,
+    ratio_table,
+    summary_cells,
+    summary_columns,
+    summary_table,
+    to_markdown,
+)
 from flash_decoding.bench.timing import Method
-from flash_decoding.bench.workloads import Case, Shape
+from flash_decoding.bench.workloads import Case, Options, Shape
 
 CASE = Case("serving", "b1", Shape(1, 32, 8, 8192, 128), "bfloat16")
 ENVIRONMENT = {
@@ -124,6 +135,48 @@ def test_graph_time_is_compared_and_the_plain_call_where_there_is_none():
 
 def test_summary_compares_with_sdpa_and_the_best_other_library():
     assert summary_cells(ROWS) == ["1, 32/8, 8192, 128", "34", "10.0", "12.5", "1.25", "15.6", "15.6 (SDPA)", "1.25"]
+
+
+RAGGED = Case("ragged", "r", Shape(2, 32, 8, 4096, 128), "bfloat16", options=Options(page_size=16, kv_lens=(70, 4000)))
+
+
+def test_summary_of_paged_suites_compares_with_flashinfer():
+    rows = [
+        row("flash_decoding", 10.0, 8.0, RAGGED), row("fa3", 12.0, 8.0, RAGGED),
+        row("flashinfer", 14.0, 8.0, RAGGED) | {"plan_us": 99.0},
+        row("flashinfer_tc", 13.0, 8.0, RAGGED) | {"plan_us": 1266.4},
+        empty_row(RAGGED, "sdpa", "unsupported: takes no block table"),
+    ]  # fmt: skip
+    columns = summary_columns(rows)
+    assert dict(zip(columns, summary_cells(rows, columns), strict=True)) == {
+        "B, Hq/Hkv, N, D": "2, 32/8, 70–4000, 128, page 16", "MB": "17", "read floor": "8.0", "ours": "10.0",
+        "× floor": "1.25", "GB/s": "1667", "FlashInfer": "13.0", "FlashInfer ÷ ours": "1.30", "plan": "1266",
+        "best other": "12.0 (FlashAttention-3)",
+    }  # fmt: skip
+    assert "| 2, 32/8, 70–4000, 128, page 16 | 17 | 8.0 | 10.0 | 1.25 | 1667 |" in to_markdown(rows, ENVIRONMENT)
+    assert summary_columns([*rows, *ROWS]) == SUMMARY
+
+
+def test_what_an_option_costs_is_a_ratio_to_its_baseline():
+    slower = replace(CASE, name="w", options=Options(q_len=4, window=1024), baseline="b1")
+    lost = replace(CASE, name="lost", options=Options(q_len=2), baseline="not measured")
+    rows = [
+        *ROWS, row("flash_decoding", 15.0, case=slower), row("sdpa", 31.2, case=slower),
+        row("fa3", 9.0, case=slower), row("flash_decoding", 15.0, case=lost),
+    ]  # fmt: skip
+    cells = ["1, 32/8, 8192, 128, Lq 4, window 1024", "1, 32/8, 8192, 128", "15.0", "12.5", "1.20", "SDPA 2.00"]
+    assert ratio_cells(rows) == [cells]
+    assert "| " + " | ".join(cells) + " |" in to_markdown(rows, ENVIRONMENT)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(ratio_table("serving", rows))
+    assert "1.20" in console.export_text()
+    assert ratio_table("serving", ROWS) is None
+    assert "compared with" not in to_markdown(ROWS, ENVIRONMENT)
+
+
+def test_files_from_before_there_were_options_are_read():
+    old = [{key: value for key, value in row.items() if key not in ("options", "baseline")} for row in ROWS]
+    assert to_markdown(old, ENVIRONMENT) == to_markdown(ROWS, ENVIRONMENT)
 
 
 def test_summary_of_nothing_measured():

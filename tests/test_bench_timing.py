@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flash_decoding import flash_decode, reference
 from flash_decoding.bench import read_floor
+from flash_decoding.bench.paging import make_pages
 from flash_decoding.bench.read_floor import Floor, measure_floor
 from flash_decoding.bench.timing import (
     Inputs,
     Method,
     Timed,
     capture,
+    check_output,
     count_copies,
-    error_limit,
+    error_limits,
     make_inputs,
-    max_abs_err,
     reference_by_head,
     time_cpu,
     time_graph,
 )
-from flash_decoding.bench.workloads import Case, Shape
+from flash_decoding.bench.workloads import DENSE, Case, Options, Shape
 
 SMALL = Case("x", "x", Shape(2, 6, 2, 77, 32), "float32", "cpu")
 
 
 @pytest.mark.parametrize(
-    ("kv_bytes", "free_bytes", "copies"),
+    ("kv_len", "window", "free_bytes", "copies"),
     [
-        (1_000_000, 10**11, 400),  # rotated until 400 MB
-        (537_000_000, 10**11, 2),  # never fewer than two
-        (1_000_000_000, 3_500_000_000, 1),  # less memory: one, in three layouts
-        (1_000_000_000, 2_000_000_000, 0),  # it does not fit
+        (2_500, None, 10**11, 400),  # 1 MB: rotated until 400 MB
+        (1_342_500, None, 10**11, 2),  # 537 MB: never fewer than two
+        (2_500_000, None, 3_500_000_000, 1),  # 1 GB, less memory: one, in three layouts
+        (2_500_000, None, 2_000_000_000, 0),  # it does not fit
+        (250_000, 2_499, 2 * 10**11, 400),  # 1 MB of 100 MB is read: so many caches
+        (250_000, 2_499, 10**11, 300),  # fewer, but no L2 cache holds 300 MB
+        (250_000, 2_499, 3 * 10**10, 0),  # 90 MB could stay in one
     ],
 )
-def test_count_copies(kv_bytes: int, free_bytes: int, copies: int):
-    assert count_copies(kv_bytes, free_bytes, Method()) == copies
+def test_count_copies(kv_len: int, window: int | None, free_bytes: int, copies: int):
+    case = Case("x", "x", Shape(1, 1, 1, kv_len, 100), "bfloat16", options=Options(window=window))
+    assert count_copies(case, free_bytes, Method()) == copies
 
 
 def test_inputs_differ_between_copies_and_repeat_between_runs():
@@ -51,24 +57,61 @@ def test_inputs_differ_between_copies_and_repeat_between_runs():
     assert first.k.shape == first.v.shape == (2, 2, 77, 32)
 
 
-def test_reference_by_head_is_the_reference():
-    inputs = make_inputs(SMALL, 1, seed=0)[0]
-    torch.testing.assert_close(reference_by_head(inputs), reference(*inputs), rtol=0, atol=1e-14)
+OPTIONS = (
+    DENSE,
+    Options(q_len=3),
+    Options(window=10),
+    Options(q_len=3, page_size=16, kv_lens=(5, 77)),
+    Options(page_size=1, window=10),
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str(options) or "dense")
+def test_reference_by_head_is_the_reference(options: Options):
+    case = replace(SMALL, options=options)
+    inputs = make_inputs(case, 1, seed=0)[0]
+    arguments = {"window": options.window}
+    if options.page_size is not None:
+        pages = make_pages(case, options.page_size, inputs.q.device)
+        arguments |= {"block_table": pages.table, "kv_lens": pages.lens}
+    assert inputs.q.shape == (2, 6, options.q_len, 32)
+    torch.testing.assert_close(reference_by_head(case, inputs), reference(*inputs, **arguments), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_error_limit_passes_the_rounded_result_and_no_lost_tile(dtype: str):
+def test_check_passes_the_rounded_result_and_no_lost_tile(dtype: str):
     case = Case("x", "x", Shape(1, 4, 2, 512, 64), dtype, "cpu")
     q, k, v = make_inputs(case, 1, seed=0)[0]
-    want = reference_by_head(Inputs(q, k, v))
-    limit = error_limit(dtype, want)
-    assert max_abs_err(want.to(q.dtype), want) <= limit
-    assert max_abs_err(flash_decode(q, k[:, :, :-64], v[:, :, :-64]), want) > limit
+    want = reference_by_head(case, Inputs(q, k, v))
+    error, wrong = check_output(want.to(q.dtype), want, dtype)
+    assert 0 < error <= error_limits(dtype, want).item()
+    assert wrong is None
+    lost = flash_decode(q, k[:, :, :-64], v[:, :, :-64])
+    error, wrong = check_output(lost, want, dtype)
+    assert wrong is not None
+    assert wrong.startswith(f"the largest error is {error:.2e}, allowed is ")
+
+
+def test_a_short_neighbour_hides_no_lost_tile():
+    """One key gives outputs of up to 4, and 4096 keys outputs of less than a tenth: each has a limit of its own."""
+    case = Case("x", "x", Shape(2, 4, 2, 4096, 64), "bfloat16", "cpu", Options(page_size=64, kv_lens=(1, 4096)))
+    inputs = make_inputs(case, 1, seed=0)[0]
+    want, pages = reference_by_head(case, inputs), make_pages(case, 64, inputs.q.device)
+    assert check_output(want.bfloat16(), want, "bfloat16")[1] is None
+    out = flash_decode(*inputs, block_table=pages.table, kv_lens=pages.lens - torch.tensor([0, 64], dtype=torch.int32))
+    error, wrong = check_output(out, want, "bfloat16")
+    assert error < error_limits("bfloat16", want)[0]
+    assert wrong is not None
 
 
 def test_a_nan_never_passes():
-    want = torch.zeros(2)
-    assert max_abs_err(torch.tensor([0.0, math.nan]), want) == math.inf
+    want = torch.zeros(2, 1, 1, 2)
+    want[0] = 1.0
+    out = want.clone()
+    out[1, 0, 0, 1] = math.nan
+    error, wrong = check_output(out, want, "float32")
+    assert error == math.inf
+    assert wrong is not None
 
 
 def test_time_cpu_calls_each_copy_and_reports_the_median():
@@ -97,10 +140,19 @@ def test_cpu_floor_counts_both_arrays():
     assert "threads" in floor.setting
 
 
+def test_cpu_floor_of_a_part_reads_that_part_alone(monkeypatch):
+    read = []
+    monkeypatch.setattr(read_floor, "_cpu_reader", lambda: lambda words: read.append(words.nbytes))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    case = Case("x", "x", Shape(1, 1, 1, 4096, 64), "float32", "cpu", Options(window=99))
+    assert measure_floor(make_inputs(case, 2, seed=0), Method(cpu_us=0), case.kv_bytes).bytes == case.kv_bytes
+    assert set(read) == {case.kv_bytes // 2}
+
+
 def test_cpu_floor_is_a_median_as_our_times_are(monkeypatch):
     times = {1: Timed(30.0, 50.0, [10.0, 30.0, 60.0]), 2: Timed(20.0, 9.0, [15.0, 20.0, 24.0])}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(read_floor, "_make_cpu_read", lambda copy, threads: threads)
+    monkeypatch.setattr(read_floor, "_make_cpu_read", lambda copy, threads, kv_bytes: threads)
     monkeypatch.setattr(read_floor, "time_cpu", lambda calls, method: times[calls[0]])
     # The smallest repeat of all belongs to one thread; the smallest median is that of two.
     assert measure_floor(make_inputs(SMALL, 2, seed=0), Method()) == Floor(
@@ -121,5 +173,5 @@ def test_graph_time_and_floor_on_a_gpu():
     floor = measure_floor(copies, method)
     graph, outs = capture([lambda q=q, k=k, v=v: flash_decode(q, k, v) for q, k, v in copies])
     timed = time_graph(graph, len(copies), method)
-    assert max_abs_err(outs[-1], reference_by_head(copies[-1])) <= error_limit("bfloat16", outs[-1].double())
+    assert check_output(outs[-1], reference_by_head(case, copies[-1]), "bfloat16")[1] is None
     assert 0.9 * floor.us < timed.median < 20 * floor.us

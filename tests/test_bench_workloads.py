@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import math
 
-from flash_decoding.bench.workloads import SUITES, Case, Shape, parse_shape, select_cases
+import pytest
+import torch
+
+from flash_decoding.bench.workloads import DENSE, RAGGED, SUITES, Case, Options, Shape, parse_shape, select_cases
 
 # The twelve dense shapes that peers were measured on before: B, Hq, Hkv, N, D.
 ANCHORS = {
@@ -35,8 +39,64 @@ def test_kv_bytes_count_keys_and_values_once():
 
 
 def test_case_survives_json():
-    for case in SUITES["cpu"]:
-        assert Case.from_json(case.to_json()) == case
+    for cases in SUITES.values():
+        for case in cases:
+            assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+
+
+def test_ragged_batches_are_those_that_peers_were_measured_on_before():
+    """902, 381 and 333 MB: lengths and page orders drawn in turn from one seed."""
+    generator = torch.Generator().manual_seed(0)
+    for (least, most), (longest, lens), megabytes in zip(
+        ((256, 16384), (16, 4096), (1000, 60000)), RAGGED, (902, 381, 333), strict=True
+    ):
+        assert most == longest
+        low, high = math.log(least), math.log(most)
+        drawn = (torch.rand(len(lens), generator=generator) * (high - low) + low).exp()
+        assert max(abs(a - b) for a, b in zip(drawn.tolist(), lens, strict=True)) < 1.01  # exp() differs by machine
+        torch.randperm(sum(-(-keys // 16) for keys in lens), generator=generator)
+        (case,) = [case for case in SUITES["ragged"] if case.kv_lens == lens]
+        assert round(case.kv_bytes / 1e6) == megabytes
+        assert (case.shape.kv_len, case.options.page_size) == (most, 16)
+
+
+def test_options_are_compared_with_a_case_of_the_suite():
+    cases = {case.name: case for case in SUITES["options"]}
+    compared = [case for case in cases.values() if case.baseline is not None]
+    assert len(compared) == 6
+    for case in compared:
+        assert cases[case.baseline].options == DENSE
+        # The same bytes to read, but for the few keys that a window has besides.
+        assert case.kv_bytes == pytest.approx(cases[case.baseline].kv_bytes, rel=1e-3)
+
+
+def test_bytes_of_paged_ragged_and_windowed_caches():
+    shape, per_key = Shape(2, 8, 4, 1000, 64), 2 * 4 * 64 * 2
+    ragged = Case("x", "x", shape, "bfloat16", options=Options(page_size=16, kv_lens=(17, 1000)))
+    assert ragged.kv_bytes == 1017 * per_key
+    assert ragged.cache_shape == (2 + 63, 4, 16, 64)
+    assert ragged.cache_bytes == 65 * 16 * per_key
+    window = Case("x", "x", shape, "bfloat16", options=Options(q_len=4, window=100))
+    assert window.kv_bytes == 2 * 104 * per_key
+    assert window.cache_bytes == 2 * 1000 * per_key
+    short = Case("x", "x", shape, "bfloat16", options=Options(page_size=1, kv_lens=(50, 200), window=100))
+    assert short.kv_bytes == (50 + 101) * per_key
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Options(page_size=0), "page_size must be at least 1, got 0"),
+        (lambda: Options(kv_lens=(5, 5)), "kv_lens must be given with a page_size, got none"),
+        (lambda: Case("x", "x", Shape(2, 2, 1, 64, 16), "float32", options=Options(page_size=4, kv_lens=(5,))),
+         "kv_lens must be 2 lengths from 1 to 64, got 1 from 5 to 5"),
+        (lambda: Case("x", "x", Shape(2, 2, 1, 64, 16), "float32", options=Options(page_size=4, kv_lens=(5, 65))),
+         "kv_lens must be 2 lengths from 1 to 64, got 2 from 5 to 65"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_named(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_parse_shape():
@@ -60,7 +120,7 @@ def test_bad_shapes_are_named(text: str, message: str):
 
 def test_select_all_takes_the_suites_of_the_device():
     assert {case.suite for case in select_cases(["all"], [], None, "cpu")} == {"cpu"}
-    assert {case.suite for case in select_cases(["all"], [], None, "cuda")} == {"article", "serving", "latency"}
+    assert {case.suite for case in select_cases(["all"], [], None, "cuda")} == set(SUITES) - {"cpu"}
 
 
 def test_select_with_a_dtype_measures_each_shape_once():
@@ -68,6 +128,15 @@ def test_select_with_a_dtype_measures_each_shape_once():
     assert {case.dtype for case in cases} == {"float32"}
     assert len(cases) == len({sizes(case) for case in SUITES["cpu"]}) + 1
     assert cases[-1].suite == "shape"
+
+
+def test_select_with_a_dtype_keeps_the_options():
+    for suite in ("ragged", "options"):
+        cases = select_cases([suite], [], "float16", "cuda")
+        assert {case.dtype for case in cases} == {"float16"}
+        assert [(c.name, c.options, c.baseline) for c in cases] == [
+            (c.name, c.options, c.baseline) for c in SUITES[suite]
+        ]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from flash_decoding.bench.plots import (
 )
 from flash_decoding.bench.results import empty_row
 from flash_decoding.bench.roofline import Ceilings
-from flash_decoding.bench.workloads import Case, Shape
+from flash_decoding.bench.workloads import Case, Options, Shape
 from flash_decoding.cost_model import Machine, Sizes, predict
 
 
@@ -58,6 +58,17 @@ def test_over_floor_orders_by_bytes_and_leaves_out_what_is_far_away():
     assert "SDPA math" not in lines
     assert "XQA" not in lines
     assert "Not shown, more than 6 times the floor everywhere: SDPA math" in texts(figure)
+
+
+def test_labels_say_what_is_unusual_about_a_case():
+    options = Options(q_len=2, page_size=16, kv_lens=(100, 900), window=50)
+    case = Case("options", "x", Shape(2, 8, 8, 1000, 128), "bfloat16", options=options)
+    rows = [empty_row(case, "flash_decoding", "ok") | {"us_graph": 1.1, "read_floor_us": 1.0}]
+    (axes,) = over_floor_figure(rows, "options").axes
+    (label,) = axes.get_xticklabels()
+    assert label.get_text().splitlines() == [
+        "0.4 MB", "B 2", "8/8", "100–900", "D 128", "Lq 2", "page 16", "window 50",
+    ]  # fmt: skip
 
 
 def test_cpu_rows_may_be_far_from_the_floor():

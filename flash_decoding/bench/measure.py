@@ -17,10 +17,10 @@ from flash_decoding.bench.timing import (
     Inputs,
     Method,
     capture,
+    check_output,
     count_copies,
-    error_limit,
+    least_copies,
     make_inputs,
-    max_abs_err,
     reference_by_head,
     time_cpu,
     time_eager,
@@ -65,16 +65,17 @@ def make_stage(case: Case, method: Method, floors: dict[int, Floor]) -> Stage:
         MemoryError: one copy of the inputs does not fit.
     """
     free = free_bytes(case.device)
-    count = count_copies(case.kv_bytes, free, method)
+    count = count_copies(case, free, method)
     if count < 1:
+        least = least_copies(case, method)
         raise MemoryError(
-            f"needs {LAYOUTS_HELD * case.kv_bytes / 1e9:.1f} GB, the cache in {LAYOUTS_HELD} layouts, "
-            f"and {free / 1e9:.1f} GB are free"
+            f"needs {least * LAYOUTS_HELD * case.cache_bytes / 1e9:.1f} GB, {least} copies of the cache in "
+            f"{LAYOUTS_HELD} layouts, and {free / 1e9:.1f} GB are free"
         )
     copies = make_inputs(case, count, method.seed)
-    wants = [reference_by_head(copies[0]), reference_by_head(copies[-1])]
+    wants = [reference_by_head(case, copies[0]), reference_by_head(case, copies[-1])]
     if case.kv_bytes not in floors:
-        floors[case.kv_bytes] = measure_floor(copies, method)
+        floors[case.kv_bytes] = measure_floor(copies, method, case.kv_bytes)
     return Stage(case, copies, wants, floors[case.kv_bytes])
 
 
@@ -122,10 +123,9 @@ def _try_variant(
     try:
         prepared = make()
         with prepared.context():
-            error = max_abs_err(prepared.to_bhnd(prepared.calls[0]()), stage.wants[0])
-            limit = error_limit(stage.case.dtype, stage.wants[0])
-            if not error <= limit:
-                failures.append(f"wrong: the largest error is {error:.2e}, allowed is {limit:.2e}")
+            _, wrong = check_output(prepared.to_bhnd(prepared.calls[0]()), stage.wants[0], stage.case.dtype)
+            if wrong is not None:
+                failures.append(f"wrong: {wrong}")
                 return None
             found = measure(prepared, stage, method)
         return found | {"variant": prepared.variant or None, "plan_us": _rounded(prepared.plan_us)}
@@ -144,10 +144,10 @@ def _measure_on_gpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
         out.fill_(float("nan"))
     quick = time_graph(graph, copies, method, repeats=2)
     # What the graph wrote, not what the first plain call did: the first and the last copy.
-    errors = [max_abs_err(prepared.to_bhnd(outs[at]), stage.wants[at]) for at in (0, -1)]
-    limit = max(error_limit(stage.case.dtype, want) for want in stage.wants)
-    if not max(errors) <= limit:
-        raise RuntimeError(f"the CUDA graph's result is wrong by {max(errors):.2e}, allowed is {limit:.2e}")
+    checks = [check_output(prepared.to_bhnd(outs[at]), stage.wants[at], stage.case.dtype) for at in (0, -1)]
+    for _, wrong in checks:
+        if wrong is not None:
+            raise RuntimeError(f"the CUDA graph's result is wrong: {wrong}")
 
     def finish() -> Row:
         with prepared.context():
@@ -161,7 +161,7 @@ def _measure_on_gpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
             "us_eager_spread": _rounded(wall.spread),
             "us_eager_repeats": [_rounded(us) for us in wall.repeats],
             "us_host": _rounded(host.median),
-            "max_abs_err": max(errors),
+            "max_abs_err": max(error for error, _ in checks),
         }
 
     return {"quick_us": quick.median, "finish": finish}
@@ -169,7 +169,7 @@ def _measure_on_gpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
 
 def _measure_on_cpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
     timed = time_cpu(prepared.calls, method)
-    error = max_abs_err(prepared.to_bhnd(prepared.calls[-1]()), stage.wants[-1])
+    error, _ = check_output(prepared.to_bhnd(prepared.calls[-1]()), stage.wants[-1], stage.case.dtype)
 
     def finish() -> Row:
         return {

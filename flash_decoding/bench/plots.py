@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_decoding.bench.peers import OURS, label_of
 from flash_decoding.bench.results import OK, Row, over_floor
-from flash_decoding.bench.tables import group_by_case, megabytes
+from flash_decoding.bench.tables import group_by_case, keys_text, megabytes, option_texts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,8 +136,8 @@ def _least(ratios: list[float | None]) -> float:
 
 def _case_label(row: Row, with_dtype: bool) -> str:
     s = row["shape"]
-    lines = [f"{megabytes(row)} MB", f"B {s['batch']}", f"{s['heads_q']}/{s['heads_kv']}", f"{s['kv_len']}",
-             f"D {s['head_dim']}"]  # fmt: skip
+    lines = [f"{megabytes(row)} MB", f"B {s['batch']}", f"{s['heads_q']}/{s['heads_kv']}", keys_text(row),
+             f"D {s['head_dim']}", *option_texts(row)]  # fmt: skip
     return "\n".join([*lines, row["dtype"]] if with_dtype else lines)
 
 

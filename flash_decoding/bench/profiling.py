@@ -117,7 +117,7 @@ def draw_copies(case: Case, method: Method) -> list[Inputs]:
     Raises:
         MemoryError: not even one copy fits.
     """
-    copies = count_copies(case.kv_bytes, free_bytes("cuda"), method)
+    copies = count_copies(case, free_bytes("cuda"), method)
     if copies < 1:
         raise MemoryError(f"the cache of {case.name} does not fit into the free memory of the GPU")
     return make_inputs(case, copies, method.seed)

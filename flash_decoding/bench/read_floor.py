@@ -50,13 +50,15 @@ PIECE_WORDS = 1 << 17  # a megabyte at a time on a CPU
 READ_SETTINGS = tuple(ReadSetting(*sizes) for sizes in product((1024, 2048, 4096, 8192), (4, 8), (1, 4), (1, 2, 4, 8)))
 
 
-def make_read_calls(copies: Sequence[Inputs], setting: ReadSetting, processors: int) -> list[Callable[[], Tensor]]:
-    """One read-only call per rotated copy."""
+def make_read_calls(
+    copies: Sequence[Inputs], setting: ReadSetting, processors: int, kv_bytes: int
+) -> list[Callable[[], Tensor]]:
+    """One call per rotated copy, which only reads the first kv_bytes of it, half from k and half from v."""
     # Not at the top: the CPU suite needs no Triton.
     from flash_decoding.bench.read_kernel import launch_read
 
-    pairs = [(copy.k.view(torch.int32).view(-1), copy.v.view(torch.int32).view(-1)) for copy in copies]
-    words = pairs[0][0].numel()
+    words = kv_bytes // 8
+    pairs = [tuple(x.view(torch.int32).view(-1)[:words] for x in (copy.k, copy.v)) for copy in copies]
     programs = min(setting.programs_per_processor * processors, -(-words // setting.block))
     total = torch.empty(programs, dtype=torch.int32, device=pairs[0][0].device)
 
@@ -70,23 +72,24 @@ def make_read_calls(copies: Sequence[Inputs], setting: ReadSetting, processors: 
     return [make(k, v) for k, v in pairs]
 
 
-def measure_floor(copies: Sequence[Inputs], method: Method) -> Floor:
-    """The floor of one copy's K and V bytes, the best of the settings' medians.
+def measure_floor(copies: Sequence[Inputs], method: Method, kv_bytes: int | None = None) -> Floor:
+    """The floor of so many bytes of one copy's K and V, None meaning all of them: the best of the settings' medians.
 
     A GPU times all settings once and the best three at full length.
     """
     device = copies[0].k.device
-    kv_bytes = copies[0].k.nbytes + copies[0].v.nbytes
+    if kv_bytes is None:
+        kv_bytes = copies[0].k.nbytes + copies[0].v.nbytes
     if device.type == "cpu":
         return min(
-            (_measure_cpu_floor(copies, threads, method) for threads in sorted({1, torch.get_num_threads()})),
+            (_measure_cpu_floor(copies, threads, method, kv_bytes) for threads in sorted({1, torch.get_num_threads()})),
             key=lambda floor: floor.us,
         )
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     screened: list[tuple[float, ReadSetting, torch.cuda.CUDAGraph]] = []
     for setting in READ_SETTINGS:
         try:
-            graph, _ = capture(make_read_calls(copies, setting, processors))
+            graph, _ = capture(make_read_calls(copies, setting, processors, kv_bytes))
         except Exception as error:  # a setting that needs more shared memory than this GPU has
             if "out of resource" not in str(error):
                 raise
@@ -100,18 +103,17 @@ def measure_floor(copies: Sequence[Inputs], method: Method) -> Floor:
     return Floor(kv_bytes, us, str(setting))
 
 
-def _measure_cpu_floor(copies: Sequence[Inputs], threads: int, method: Method) -> Floor:
-    timed = time_cpu([_make_cpu_read(copy, threads) for copy in copies], method)
-    kv_bytes = copies[0].k.nbytes + copies[0].v.nbytes
+def _measure_cpu_floor(copies: Sequence[Inputs], threads: int, method: Method, kv_bytes: int) -> Floor:
+    timed = time_cpu([_make_cpu_read(copy, threads, kv_bytes) for copy in copies], method)
     return Floor(kv_bytes, timed.median, f"numba, {threads} threads")
 
 
-def _make_cpu_read(copy: Inputs, threads: int) -> Callable[[], None]:
-    """One pass over k and v by so many threads, which take a piece at a time from a common counter."""
+def _make_cpu_read(copy: Inputs, threads: int, kv_bytes: int) -> Callable[[], None]:
+    """One pass over so many bytes of k and v by so many threads, which take a piece at a time from a common counter."""
     read = _cpu_reader()
     pieces = [
         words[start : start + PIECE_WORDS]
-        for words in (x.view(torch.int64).view(-1).numpy() for x in (copy.k, copy.v))
+        for words in (x.view(torch.int64).view(-1)[: kv_bytes // 16].numpy() for x in (copy.k, copy.v))
         for start in range(0, words.size, PIECE_WORDS)
     ]
 

@@ -31,6 +31,8 @@ def empty_row(case: Case, impl: str, status: str) -> Row:
         "suite": case.suite,
         "case": case.name,
         "shape": asdict(case.shape),
+        "options": case.options.to_json(),
+        "baseline": case.baseline,
         "device": case.device,
         "dtype": case.dtype,
         "kv_dtype": case.dtype,

@@ -207,7 +207,7 @@ def _build_jobs(cases: Sequence[Case], names: list[str] | None) -> list[tuple[Ca
     jobs: dict[tuple, tuple[Case, Peer]] = {}
     for case in cases:
         for peer in peers_for(case.device, names):
-            if peer.build_key is not None and peer.installed():
+            if peer.build_key is not None and peer.installed() and peer.refuses(case) is None:
                 jobs.setdefault((peer.name, peer.build_key(case)), (case, peer))
     slow_first = {"flashinfer_tc": 0, "xqa": 1, "flashinfer": 2}
     return sorted(jobs.values(), key=lambda job: slow_first.get(job[1].name, 3))

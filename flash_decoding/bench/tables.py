@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -25,10 +26,26 @@ def timed(rows: Sequence[Row]) -> list[Row]:
 
 
 def shape_text(row: Row) -> str:
-    """Batch, heads, keys and width as the documents write them: 1, 32/8, 8192, 128."""
+    """Batch, heads, keys and width as the documents write them, then what is unusual: 1, 32/8, 8192, 128, page 16."""
     s = row["shape"]
-    text = f"{s['batch']}, {s['heads_q']}/{s['heads_kv']}, {s['kv_len']}, {s['head_dim']}"
-    return text if row["dtype"] == "bfloat16" else f"{text}, {row['dtype']}"
+    parts = [f"{s['batch']}", f"{s['heads_q']}/{s['heads_kv']}", keys_text(row), f"{s['head_dim']}", *option_texts(row)]
+    return ", ".join(parts if row["dtype"] == "bfloat16" else [*parts, row["dtype"]])
+
+
+def keys_text(row: Row) -> str:
+    """The keys per sequence, or from how many to how many."""
+    lens = _options(row).get("kv_lens")
+    return f"{row['shape']['kv_len']}" if lens is None else f"{min(lens)}–{max(lens)}"
+
+
+def option_texts(row: Row) -> list[str]:
+    """The options of a case besides its lengths, each in two words."""
+    names = {"q_len": "Lq", "page_size": "page", "window": "window"}
+    return [f"{words} {_options(row)[name]}" for name, words in names.items() if name in _options(row)]
+
+
+def _options(row: Row) -> dict[str, Any]:
+    return row.get("options", {})  # files of the first suites have none
 
 
 def megabytes(row: Row) -> str:
@@ -93,52 +110,123 @@ def failure_lines(rows: Sequence[Row]) -> list[str]:
 
 
 SUMMARY = ("B, Hq/Hkv, N, D", "MB", "read floor", "ours", "× floor", "SDPA", "best other", "SDPA ÷ ours")
+# Where every cache is paged, which SDPA cannot read.
+PAGED_SUMMARY = (
+    "B, Hq/Hkv, N, D", "MB", "read floor", "ours", "× floor", "GB/s", "FlashInfer", "FlashInfer ÷ ours", "plan",
+    "best other",
+)  # fmt: skip
+FOLDED_SHAPE = 16  # columns of a terminal
+WORDS = ("B, Hq/Hkv, N, D", "best other", "compared with", "others' ratios")  # the columns that hold words
 
 
-def summary_cells(case_rows: Sequence[Row]) -> list[str]:
-    """One case in one line: the floor, ours, SDPA's default and the fastest of the others."""
-    ran = timed(case_rows)
-    ours = next((row for row in ran if row["impl"] == OURS), None)
-    sdpa = next((row for row in ran if row["impl"] == "sdpa"), None)
-    other = next((row for row in ran if row["impl"] not in (OURS, OURS_UNSPLIT)), None)
-    our_us = time_us(ours) if ours else None
-    sdpa_us = time_us(sdpa) if sdpa else None
-    ratio = over_floor(ours) if ours else None
-    first = case_rows[0]
-    return [
-        shape_text(first),
-        megabytes(first),
-        microseconds(find_floor(case_rows)),
-        microseconds(our_us),
-        f"{ratio:.2f}" if ratio else "–",
-        microseconds(sdpa_us),
-        f"{microseconds(time_us(other))} ({label_of(other['impl'])})" if other else "–",
-        f"{sdpa_us / our_us:.2f}" if sdpa_us and our_us else "–",
-    ]
+def summary_columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    """What the summary of a suite shows: SDPA beside ours, or FlashInfer and the host time of its plan."""
+    return PAGED_SUMMARY if all("page_size" in _options(row) for row in rows) else SUMMARY
+
+
+def summary_cells(case_rows: Sequence[Row], columns: Sequence[str] = SUMMARY) -> list[str]:
+    """One case in one line: the floor, ours, SDPA's default or FlashInfer's faster kernel, and the fastest other."""
+    first, floor = case_rows[0], find_floor(case_rows)
+    ours, sdpa = _fastest(case_rows, OURS), _fastest(case_rows, "sdpa")
+    flashinfer = _fastest(case_rows, "flashinfer", "flashinfer_tc")
+    other = next((row for row in timed(case_rows) if row["impl"] not in (OURS, OURS_UNSPLIT)), None)
+    our_us, sdpa_us, flashinfer_us = (time_us(row) if row else None for row in (ours, sdpa, flashinfer))
+    cells = {
+        "B, Hq/Hkv, N, D": shape_text(first),
+        "MB": megabytes(first),
+        "read floor": microseconds(floor),
+        "ours": microseconds(our_us),
+        "× floor": _ratio(our_us, floor),
+        "GB/s": f"{first['bytes'] / our_us / 1e3:.0f}" if our_us else "–",
+        "SDPA": microseconds(sdpa_us),
+        "FlashInfer": microseconds(flashinfer_us),
+        "plan": microseconds(flashinfer["plan_us"] if flashinfer else None),
+        "best other": f"{microseconds(time_us(other))} ({label_of(other['impl'])})" if other else "–",
+        "SDPA ÷ ours": _ratio(sdpa_us, our_us),
+        "FlashInfer ÷ ours": _ratio(flashinfer_us, our_us),
+    }
+    return [cells[name] for name in columns]
+
+
+def _fastest(case_rows: Sequence[Row], *impls: str) -> Row | None:
+    return next((row for row in timed(case_rows) if row["impl"] in impls), None)
+
+
+def _ratio(us: float | None, other_us: float | None) -> str:
+    return f"{us / other_us:.2f}" if us and other_us else "–"
 
 
 def summary_table(suite: str, rows: Sequence[Row]) -> Table:
-    """A suite in one line per case, for a terminal of 80 columns: names of the fastest others break between words."""
-    table = Table(title=f"{suite}: µs per decode step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    cells = [summary_cells(case_rows) for case_rows in group_by_case(rows).values()]
-    for at, name in enumerate(SUMMARY):
-        column = [name.partition(" ")[0], *(row[at] for row in cells)]
-        words = column if at == 0 else [word for text in column for word in text.split()]
+    """A suite in one line per case, for a terminal of 80 columns."""
+    columns = summary_columns(rows)
+    if columns == PAGED_SUMMARY:  # some does not fit; the Markdown has it
+        columns = tuple(name for name in columns if name not in ("× floor", "plan"))
+    cells = [summary_cells(case_rows, columns) for case_rows in group_by_case(rows).values()]
+    return _narrow_table(f"{suite}: µs per decode step", columns, cells, fold_shapes=any(map(_options, rows)))
+
+
+def _narrow_table(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]], fold_shapes: bool) -> Table:
+    """Headings and names of libraries break between words, and so do shapes where they are long."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for at, name in enumerate(columns):
+        heading, folds = (name, fold_shapes) if at == 0 else (_break(name), True)
+        texts = [heading] * folds + [row[at] for row in cells]
         table.add_column(
-            name.replace(" ", "\n", 1) if at in (2, 6) else name.replace(" ÷", "\n÷"),
-            justify="left" if at in (0, 6) else "right",
-            min_width=max(len(word) for word in words), overflow="fold", no_wrap=at == 0,
+            heading, justify="left" if name in WORDS else "right", overflow="fold", no_wrap=not folds,
+            min_width=max(len(word) for text in texts for word in (text.split() if folds else [text])),
+            max_width=FOLDED_SHAPE if at == 0 and folds else None,
         )  # fmt: skip
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*row[: len(columns)])
     return table
+
+
+def _break(name: str) -> str:
+    """A heading on two lines; that of FlashInfer's ratio stands beside its time and need not name it again."""
+    if "÷" in name:
+        return name.removeprefix("FlashInfer ").replace(" ÷", "\n÷")
+    if name == "FlashInfer":
+        return "Flash-\nInfer"
+    return name if name == "× floor" else name.replace(" ", "\n", 1)
 
 
 def summary_markdown(rows: Sequence[Row]) -> str:
     """The summary as a Markdown table."""
-    lines = ["| " + " | ".join(SUMMARY) + " |", "|---|" + "---:|" * (len(SUMMARY) - 3) + "---|---:|"]
-    lines += ["| " + " | ".join(summary_cells(case_rows)) + " |" for case_rows in group_by_case(rows).values()]
-    return "\n".join(lines)
+    columns = summary_columns(rows)
+    return _markdown(columns, [summary_cells(case_rows, columns) for case_rows in group_by_case(rows).values()])
+
+
+def _markdown(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "".join("---|" if c in WORDS else "---:|" for c in columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
+
+
+RATIOS = ("B, Hq/Hkv, N, D", "compared with", "ours", "ours there", "ratio", "others' ratios")
+
+
+def ratio_cells(rows: Sequence[Row]) -> list[list[str]]:
+    """One line per case that is compared with another of its suite: what its options cost us, and cost the others."""
+    cells = []
+    by_case = group_by_case(rows)
+    for (suite, _), case_rows in by_case.items():
+        there = by_case.get((suite, case_rows[0].get("baseline") or ""))
+        if there is None:
+            continue
+        times, times_there = ({row["impl"]: time_us(row) for row in timed(found)} for found in (case_rows, there))
+        ratios = {impl: _ratio(us, times_there.get(impl)) for impl, us in times.items()}
+        others = [impl for impl in ratios if impl in times_there and impl not in (OURS, OURS_UNSPLIT)]
+        cells.append([
+            shape_text(case_rows[0]), shape_text(there[0]), microseconds(times.get(OURS)),
+            microseconds(times_there.get(OURS)), ratios.get(OURS, "–"),
+            "; ".join(f"{label_of(impl)} {ratios[impl]}" for impl in others) or "–",
+        ])  # fmt: skip
+    return cells
+
+
+def ratio_table(suite: str, rows: Sequence[Row]) -> Table | None:
+    """The ratios for a terminal, or None where no case is compared with another."""
+    cells = ratio_cells(rows)
+    return _narrow_table(f"{suite}: what the options cost", RATIOS[:-1], cells, fold_shapes=True) if cells else None
 
 
 def detail_markdown(rows: Sequence[Row]) -> str:
@@ -149,7 +237,7 @@ def detail_markdown(rows: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for case_rows in group_by_case(rows).values():
         by_impl = {row["impl"]: row for row in case_rows}
-        cells = [summary_cells(case_rows)[at] for at in range(3)]
+        cells = summary_cells(case_rows, heads[:3])
         for impl in impls:
             row = by_impl.get(impl)
             text = microseconds(time_us(row)) if row is not None and row["status"] == OK else "–"
@@ -162,7 +250,7 @@ def detail_markdown(rows: Sequence[Row]) -> str:
 
 
 def to_markdown(rows: Sequence[Row], environment: dict) -> str:
-    """Both tables of each suite, under a line that says where they were measured."""
+    """The tables of each suite, under a line that says where they were measured."""
     gpu, cpu = environment.get("gpu"), environment.get("cpu")
     parts = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
@@ -174,6 +262,7 @@ def to_markdown(rows: Sequence[Row], environment: dict) -> str:
             f"## {suite}",
             f"µs per decode step on {where}; {versions}; {environment.get('date', '')[:10]}.",
             summary_markdown(chosen),
+            *([_markdown(RATIOS, ratio_cells(chosen))] if ratio_cells(chosen) else []),
             detail_markdown(chosen),
         ]
     return "\n\n".join(parts) + "\n"

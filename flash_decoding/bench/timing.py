@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_decoding.bench.paging import make_pages, take_sequence
 from flash_decoding.bench.workloads import Case
 from flash_decoding.reference import reference
 
@@ -53,11 +55,11 @@ class Method:
 
 
 class Inputs(NamedTuple):
-    """One rotated copy of a decode step's arrays."""
+    """One rotated copy of a decode step's arrays; K and V of a paged case are the pools that make_pages() indexes."""
 
-    q: Tensor  # [B, Hq, 1, D]
-    k: Tensor  # [B, Hkv, N, D]
-    v: Tensor  # [B, Hkv, N, D]
+    q: Tensor  # [B, Hq, Lq, D]
+    k: Tensor  # [B, Hkv, N, D] or [pages, Hkv, page_size, D]
+    v: Tensor  # likewise
 
 
 class Timed(NamedTuple):
@@ -68,11 +70,16 @@ class Timed(NamedTuple):
     repeats: list[float]
 
 
-def count_copies(kv_bytes: int, free_bytes: int, method: Method) -> int:
-    """How many copies of the inputs to rotate over; 0 when not even one fits beside a peer's own copies of it."""
-    wanted = max(method.min_copies, -(-method.rotated_bytes // kv_bytes))
-    fitting = int(0.9 * free_bytes) // (LAYOUTS_HELD * kv_bytes)
-    return min(wanted, fitting)
+def count_copies(case: Case, free_bytes: int, method: Method) -> int:
+    """How many copies of the inputs to rotate over; 0 when too few fit beside a peer's own copies of them."""
+    wanted = max(method.min_copies, -(-method.rotated_bytes // case.kv_bytes))
+    fitting = int(0.9 * free_bytes) // (LAYOUTS_HELD * case.cache_bytes)
+    return min(wanted, fitting) if fitting >= least_copies(case, method) else 0
+
+
+def least_copies(case: Case, method: Method) -> int:
+    """With fewer copies, calls that read little of a large cache would find it in the L2 cache."""
+    return -(-method.rotated_bytes // (4 * case.kv_bytes))
 
 
 def make_inputs(case: Case, copies: int, seed: int) -> list[Inputs]:
@@ -85,39 +92,50 @@ def make_inputs(case: Case, copies: int, seed: int) -> list[Inputs]:
 
     return [
         Inputs(
-            draw(s.batch, s.heads_q, 1, s.head_dim),
-            draw(s.batch, s.heads_kv, s.kv_len, s.head_dim),
-            draw(s.batch, s.heads_kv, s.kv_len, s.head_dim),
+            draw(s.batch, s.heads_q, case.options.q_len, s.head_dim),
+            draw(*case.cache_shape),
+            draw(*case.cache_shape),
         )
         for _ in range(copies)
     ]
 
 
-def reference_by_head(inputs: Inputs) -> Tensor:
-    """The float64 result [B, Hq, 1, D], one query head at a time so that float64 copies of a large cache fit."""
-    q, k, v = inputs
-    group = q.shape[1] // k.shape[1]
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
+def reference_by_head(case: Case, inputs: Inputs) -> Tensor:
+    """The float64 result [B, Hq, Lq, D], one query head at a time so that float64 copies of a large cache fit."""
+    q, options, group = inputs.q, case.options, case.shape.group
+    pages = None if options.page_size is None else make_pages(case, options.page_size, q.device)
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b in range(q.shape[0]):
+        k, v = (take_sequence(case, x, pages, b) for x in (inputs.k, inputs.v))
         for h in range(q.shape[1]):
             h_kv = h // group
-            one = reference(q[b : b + 1, h : h + 1], k[b : b + 1, h_kv : h_kv + 1], v[b : b + 1, h_kv : h_kv + 1])
+            one = reference(
+                q[b : b + 1, h : h + 1], k[:, h_kv : h_kv + 1], v[:, h_kv : h_kv + 1], window=options.window
+            )
             assert isinstance(one, Tensor), "reference() returns out alone unless asked for the lse"
             out[b, h] = one[0, 0]
     return out
 
 
-def error_limit(dtype: str, want: Tensor) -> float:
-    """Above this, an output is not the rounded result: two units in the last place of the largest output."""
+def error_limits(dtype: str, want: Tensor) -> Tensor:
+    """Above these, one per sequence, an output is not the rounded result: two units in the last place of its largest.
+
+    The outputs of a long sequence are far smaller than those of a short one, so one limit for both would let the long
+    one lose tiles.
+    """
     eps = torch.finfo(getattr(torch, dtype)).eps
     # float32 sums over many keys, and their order differs: a ten-thousandth is still far below a wrong result.
-    return 2 * max(eps, 2.0**-14) * want.abs().max().item()
+    return 2 * max(eps, 2.0**-14) * want.abs().flatten(1).amax(1)
 
 
-def max_abs_err(out: Tensor, want: Tensor) -> float:
-    """Largest absolute difference; infinite when an output is not a number."""
-    difference = (out.double() - want).abs().max().item()
-    return difference if difference == difference else float("inf")
+def check_output(out: Tensor, want: Tensor, dtype: str) -> tuple[float, str | None]:
+    """The largest absolute error of an output, and what is wrong with it, if anything."""
+    errors = (out.double() - want).abs().flatten(1).amax(1)
+    limits = error_limits(dtype, want)
+    errors = errors.nan_to_num(nan=math.inf)  # a NaN never passes
+    worst = int((errors - limits).argmax())
+    wrong = f"the largest error is {errors[worst]:.2e}, allowed is {limits[worst]:.2e}"
+    return errors.max().item(), wrong if errors[worst] > limits[worst] else None
 
 
 def capture(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:

@@ -248,8 +248,8 @@ def _row_line(row: Row) -> str:
 
 
 def _show(rows: Sequence[Row], environment: dict[str, Any], details: bool) -> None:
-    """Each suite in one line per shape, then why peers are missing; with details every peer of every shape, too."""
-    from flash_decoding.bench.tables import detail_table, failure_lines, summary_table
+    """Each suite in one line per shape and what options cost, then why peers are missing; with details every peer."""
+    from flash_decoding.bench.tables import detail_table, failure_lines, ratio_table, summary_table
 
     _show_environment(environment)
     suites = {
@@ -257,6 +257,9 @@ def _show(rows: Sequence[Row], environment: dict[str, Any], details: bool) -> No
     }
     for suite, chosen in suites.items():
         console.print(summary_table(suite, chosen))
+        ratios = ratio_table(suite, chosen)
+        if ratios is not None:
+            console.print(ratios)
     for line in failure_lines(rows):
         console.print(line, style="dim", highlight=False)
     if details:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_decoding.bench.timing import Call, Inputs
-from flash_decoding.bench.workloads import Case
+from flash_decoding.bench.workloads import DENSE, Case
 
 
 def _same(out: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class Prepared:
 
     variant: str  # the choices made, in words; empty when there was none
     calls: Sequence[Call]
-    to_bhnd: Callable[[Tensor], Tensor] = _same  # the peer's output as [B, Hq, 1, D]
+    to_bhnd: Callable[[Tensor], Tensor] = _same  # the peer's output as [B, Hq, Lq, D]
     context: Callable[[], AbstractContextManager] = nullcontext  # entered around all calls
     plan_us: float | None = None  # host time of a plan that each new set of lengths needs
 
@@ -64,6 +64,12 @@ class Peer:
         return None
 
 
+def needs_plain(case: Case) -> str | None:
+    """Why an adapter that passes neither pages nor masks refuses the case, or None."""
+    plain = case.options == DENSE
+    return None if plain else "called here with a dense cache, one query token and no window only"
+
+
 def needs_half(case: Case) -> str | None:
     """Why a library of 16-bit kernels refuses the case, or None."""
     return None if case.dtype in ("float16", "bfloat16") else f"takes float16 and bfloat16, not {case.dtype}"
@@ -80,15 +86,3 @@ def one_line(error: BaseException | str) -> str:
 def split_heads(q: Tensor, heads_kv: int) -> Tensor:
     """[B, Hq, 1, D] as [B, Hkv, G, D]: the query heads of one KV head become query rows."""
     return q.view(q.shape[0], heads_kv, -1, q.shape[3])
-
-
-def to_pages(x: Tensor, page_size: int, layout: str) -> Tensor:
-    """[B, H, N, D] as pages of all sequences in turn: [pages, H, page, D] for HND, [pages, page, H, D] for NHD."""
-    batch, heads, kv_len, head_dim = x.shape
-    pages = -(-kv_len // page_size)
-    if pages * page_size != kv_len:
-        x = torch.nn.functional.pad(x, (0, 0, 0, pages * page_size - kv_len))
-    paged = x.view(batch, heads, pages, page_size, head_dim)
-    order = (0, 2, 1, 3, 4) if layout == "HND" else (0, 2, 3, 1, 4)
-    paged = paged.permute(order).contiguous()
-    return paged.view(batch * pages, *paged.shape[2:])

@@ -1,8 +1,8 @@
 """flash_attn_with_kvcache of flash-attn 2 and of FlashAttention-3.
 
 Both take [B, N, H, D] and any outer strides, so a cache stored head by head is a view; which of the two storages is
-faster depends on the shape, and both are tried. A full cache needs no lengths; FlashAttention-3 also takes them with
-a schedule made beforehand, as its callers in serving do.
+faster depends on the shape, and both are tried; pools of pages likewise. A full dense cache needs no lengths;
+FlashAttention-3 also takes them with a schedule made beforehand, as its callers in serving do.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from flash_decoding.bench.paging import make_pages
 from flash_decoding.bench.peers.base import Peer, Prepared, needs_half
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
 Variants = Iterator[Callable[[], Prepared]]
 STORAGES = ("token by token", "head by head")
+FA2_PAGE_STEP = 256
 TUNED_SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -33,7 +37,7 @@ def _fa3() -> ModuleType:
 
 
 def _store(copies: Sequence[Inputs], storage: str) -> list[Inputs]:
-    """The copies as [B, 1, Hq, D] and [B, N, Hkv, D]."""
+    """The copies as [B, Lq, Hq, D] and [B, N, Hkv, D], or [pages, page_size, Hkv, D]."""
     stored = [Inputs(*(x.transpose(1, 2) for x in copy)) for copy in copies]
     if storage == "token by token":
         stored = [Inputs(q, k.contiguous(), v.contiguous()) for q, k, v in stored]
@@ -45,34 +49,59 @@ def _prepare(function: Callable, copies: Sequence[Inputs], storage: str, options
     return Prepared(f"{storage}{note}", calls, to_bhnd=lambda out: out.transpose(1, 2))
 
 
+def _masks(case: Case) -> dict[str, Any]:
+    """The arguments for several query tokens and for a window."""
+    masks: dict[str, Any] = {"causal": True} if case.options.q_len > 1 else {}
+    return masks | ({"window_size": (case.options.window, 0)} if case.options.window is not None else {})
+
+
+def _lengths(case: Case, device: torch.device, table: str) -> dict[str, Tensor]:
+    """The arguments for a paged cache, whose table goes by a name of its own in each library."""
+    if case.options.page_size is None:
+        return {}
+    pages = make_pages(case, case.options.page_size, device)
+    return {"cache_seqlens": pages.lens, table: pages.table}
+
+
 def _fa2_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
     from flash_attn import flash_attn_with_kvcache
 
+    options = _masks(case) | _lengths(case, copies[0].q.device, "block_table")
     for storage in STORAGES:
-        yield partial(_prepare, flash_attn_with_kvcache, copies, storage, {}, "")
+        yield partial(_prepare, flash_attn_with_kvcache, copies, storage, options, "")
 
 
 def _fa3_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
-    fa3, s = _fa3(), case.shape
-    lens = torch.full((s.batch,), s.kv_len, dtype=torch.int32, device=copies[0].q.device)
+    fa3, s, masks, device = _fa3(), case.shape, _masks(case), copies[0].q.device
+    lengths = _lengths(case, device, "page_table")
+    lens = lengths.get("cache_seqlens", torch.full((s.batch,), s.kv_len, dtype=torch.int32, device=device))
 
     def scheduled(storage: str) -> Prepared:
         schedule = fa3.get_scheduler_metadata(
-            s.batch, 1, s.kv_len, s.heads_q, s.heads_kv, s.head_dim, lens, qkv_dtype=copies[0].q.dtype
-        )
-        options = {"cache_seqlens": lens, "scheduler_metadata": schedule}
+            s.batch, case.options.q_len, s.kv_len, s.heads_q, s.heads_kv, s.head_dim, lens,
+            qkv_dtype=copies[0].q.dtype, page_size=case.options.page_size, **masks,
+        )  # fmt: skip
+        options = masks | lengths | {"cache_seqlens": lens, "scheduler_metadata": schedule}
         return _prepare(fa3.flash_attn_with_kvcache, copies, storage, options, ", scheduled")
 
     for storage in STORAGES:
-        yield partial(_prepare, fa3.flash_attn_with_kvcache, copies, storage, {}, "")
+        yield partial(_prepare, fa3.flash_attn_with_kvcache, copies, storage, masks | lengths, "")
         yield partial(scheduled, storage)
 
 
 def _fa3_tuned_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
     function = _fa3().flash_attn_with_kvcache
+    options = _masks(case) | _lengths(case, copies[0].q.device, "page_table")
     for storage in STORAGES:
         for splits in TUNED_SPLITS:
-            yield partial(_prepare, function, copies, storage, {"num_splits": splits}, f", {splits} splits")
+            yield partial(_prepare, function, copies, storage, options | {"num_splits": splits}, f", {splits} splits")
+
+
+def _fa2_refuses(case: Case) -> str | None:
+    page_size = case.options.page_size
+    if page_size is not None and page_size % FA2_PAGE_STEP:
+        return f"its pages hold a multiple of {FA2_PAGE_STEP} keys"
+    return needs_half(case)
 
 
 def _needs_hopper(case: Case) -> str | None:
@@ -89,7 +118,7 @@ def _fa3_package() -> str:
 
 
 PEERS = (
-    Peer("flash_attn2", "flash-attn 2", "cuda", _fa2_variants, "flash_attn", "flash-attn", needs_half),
+    Peer("flash_attn2", "flash-attn 2", "cuda", _fa2_variants, "flash_attn", "flash-attn", _fa2_refuses),
     Peer("fa3", "FlashAttention-3", "cuda", _fa3_variants, _fa3_module(), _fa3_package(), _needs_hopper),
     Peer(
         "fa3_tuned", "FlashAttention-3, best split count", "cuda", _fa3_tuned_variants,

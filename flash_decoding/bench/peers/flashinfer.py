@@ -1,7 +1,8 @@
 """FlashInfer: its planned decode wrapper on CUDA cores and on tensor cores, and XQA.
 
-The cache is paged there; the pages of a sequence lie in order. Page sizes 16 and 64 and both page layouts are tried.
-The plan is made once, as for all the layers of a model, and its time is reported apart.
+The cache is paged there. A dense one is cut into pages that lie in order, of 16 and of 64 keys; both page layouts are
+tried. The plan is made once, as for all the layers of a model, and its time is reported apart. Several query tokens per
+sequence are a causal call of the planned prefill wrapper.
 """
 
 from __future__ import annotations
@@ -9,104 +10,130 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_decoding.bench.peers.base import Peer, Prepared, needs_half, to_pages
+from flash_decoding.bench.paging import make_pages, make_pool
+from flash_decoding.bench.peers.base import Peer, Prepared, needs_half
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
 Variants = Iterator[Callable[[], Prepared]]
 PAGE_SIZES, LAYOUTS = (16, 64), ("NHD", "HND")
-XQA_PAGE_SIZE = 64
+XQA_PAGE_SIZE, XQA_PAGE_SIZES = 64, (16, 32, 64, 128)
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 XQA_WORKSPACE_BYTES = 256 << 20
 GROUPS = (1, 2, 3, 4, 8)  # what its CUDA-core kernel is compiled for
 
 
-def _flat_outputs(case: Case, out: Tensor) -> Tensor:
-    """[B, Hq, D] as [B, Hq, 1, D]."""
-    return out.view(case.shape.batch, case.shape.heads_q, 1, case.shape.head_dim)
+def _to_bhnd(case: Case, out: Tensor) -> Tensor:
+    """[B * Lq, Hq, D] as [B, Hq, Lq, D]."""
+    return out.view(case.shape.batch, case.options.q_len, case.shape.heads_q, case.shape.head_dim).transpose(1, 2)
+
+
+def _tokens(q: Tensor) -> Tensor:
+    """[B, Hq, Lq, D] as [B * Lq, Hq, D]."""
+    return q.transpose(1, 2).flatten(0, 1)
+
+
+def _window_left(case: Case) -> int:
+    return -1 if case.options.window is None else case.options.window
 
 
 def _wrapper(case: Case, copies: Sequence[Inputs], page_size: int, layout: str, tensor_cores: bool) -> Prepared:
     import flashinfer
 
     s, q = case.shape, copies[0].q
-    pages = -(-s.kv_len // page_size)
+    pages = make_pages(case, page_size, q.device)
+    starts = [0, *accumulate(pages.counts)]
+    sizes = s.heads_q, s.heads_kv, s.head_dim, page_size
+    options = {"window_left": _window_left(case), "q_data_type": q.dtype, "kv_data_type": q.dtype}
+    cache = torch.tensor(starts, dtype=torch.int32), pages.flat, torch.tensor(pages.last, dtype=torch.int32)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
     # With tensor cores the automatic choice on Hopper is a prefill kernel that never splits the keys.
     backend = {"backend": "fa2"} if tensor_cores else {}
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=tensor_cores, **backend)
-    plan = partial(
-        wrapper.plan,
-        torch.arange(0, (s.batch + 1) * pages, pages, dtype=torch.int32),
-        torch.arange(s.batch * pages, dtype=torch.int32, device=q.device),
-        torch.full((s.batch,), s.kv_len - (pages - 1) * page_size, dtype=torch.int32),
-        s.heads_q, s.heads_kv, s.head_dim, page_size,
-        q_data_type=q.dtype, kv_data_type=q.dtype,
-    )  # fmt: skip
+    if case.options.q_len == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, layout, use_tensor_cores=tensor_cores, **backend
+        )
+        plan = partial(wrapper.plan, *cache, *sizes, **options)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, layout, **backend)
+        queries = torch.arange(0, (s.batch + 1) * case.options.q_len, case.options.q_len, dtype=torch.int32)
+        plan = partial(wrapper.plan, queries, *cache, *sizes, causal=True, **options)
     plan()
     calls = []
     for copy in copies:
-        cache = to_pages(copy.k, page_size, layout), to_pages(copy.v, page_size, layout)
-        calls.append(partial(wrapper.run, copy.q.view(s.batch, s.heads_q, s.head_dim), cache))
-    return Prepared(f"page {page_size}, {layout}", calls, partial(_flat_outputs, case), plan_us=_median_us(plan))
+        pools = make_pool(case, copy.k, page_size, layout), make_pool(case, copy.v, page_size, layout)
+        calls.append(partial(wrapper.run, _tokens(copy.q), pools))
+    return Prepared(f"page {page_size}, {layout}", calls, partial(_to_bhnd, case), plan_us=_median_us(plan))
 
 
 def _single(case: Case, copies: Sequence[Inputs], layout: str) -> Prepared:
     import flashinfer
 
-    s = case.shape
+    decode = partial(flashinfer.single_decode_with_kv_cache, window_left=_window_left(case))
     calls = []
     for q, k, v in copies:
         k, v = k[0], v[0]
         if layout == "NHD":
             k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        calls.append(partial(flashinfer.single_decode_with_kv_cache, q.view(s.heads_q, s.head_dim), k, v, layout))
-    return Prepared(f"single request, {layout}", calls, partial(_flat_outputs, case))
+        calls.append(partial(decode, q[0, :, 0], k, v, layout))
+    return Prepared(f"single request, {layout}", calls, partial(_to_bhnd, case))
+
+
+def _choices(case: Case) -> product:
+    """(page size, layout) to try."""
+    page_size = case.options.page_size
+    return product(PAGE_SIZES if page_size is None else (page_size,), LAYOUTS)
+
+
+def _takes_single(case: Case) -> bool:
+    return case.shape.batch == 1 and case.options.page_size is None
 
 
 def _cuda_core_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
-    for page_size, layout in product(PAGE_SIZES, LAYOUTS):
+    for page_size, layout in _choices(case):
         yield partial(_wrapper, case, copies, page_size, layout, False)
-    if case.shape.batch == 1:
+    if _takes_single(case):
         for layout in LAYOUTS:
             yield partial(_single, case, copies, layout)
 
 
 def _tensor_core_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
-    for page_size, layout in product(PAGE_SIZES, LAYOUTS):
+    for page_size, layout in _choices(case):
         yield partial(_wrapper, case, copies, page_size, layout, True)
 
 
-def _xqa(case: Case, copies: Sequence[Inputs], layout: str) -> Prepared:
+def _xqa(case: Case, copies: Sequence[Inputs], page_size: int, layout: str) -> Prepared:
     import flashinfer.decode
 
     s, device = case.shape, copies[0].q.device
-    pages = -(-s.kv_len // XQA_PAGE_SIZE)
+    pages = make_pages(case, page_size, device)
     workspace = torch.zeros(XQA_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    table = torch.arange(s.batch * pages, dtype=torch.int32, device=device).view(s.batch, pages)
-    lens = torch.full((s.batch,), s.kv_len, dtype=torch.int32, device=device).view(torch.uint32)
     calls = []
     for copy in copies:
-        cache = to_pages(copy.k, XQA_PAGE_SIZE, layout), to_pages(copy.v, XQA_PAGE_SIZE, layout)
+        pools = make_pool(case, copy.k, page_size, layout), make_pool(case, copy.v, page_size, layout)
         calls.append(
             partial(
                 flashinfer.decode.xqa_batch_decode_with_kv_cache,
-                copy.q.view(s.batch, s.heads_q, s.head_dim), cache, workspace, table, lens, s.kv_len,
-                bmm1_scale=s.head_dim**-0.5, bmm2_scale=1.0, kv_layout=layout,
+                _tokens(copy.q), pools, workspace, pages.table, pages.lens.view(torch.uint32), s.kv_len,
+                bmm1_scale=s.head_dim**-0.5, bmm2_scale=1.0, window_left=_window_left(case), kv_layout=layout,
             )
         )  # fmt: skip
-    return Prepared(f"page {XQA_PAGE_SIZE}, {layout}", calls, partial(_flat_outputs, case))
+    return Prepared(f"page {page_size}, {layout}", calls, partial(_to_bhnd, case))
+
+
+def _xqa_page_size(case: Case) -> int:
+    return case.options.page_size or XQA_PAGE_SIZE
 
 
 def _xqa_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
     for layout in LAYOUTS:
-        yield partial(_xqa, case, copies, layout)
+        yield partial(_xqa, case, copies, _xqa_page_size(case), layout)
 
 
 def _median_us(function: Callable[[], object], repeats: int = 11) -> float:
@@ -122,31 +149,41 @@ def _median_us(function: Callable[[], object], repeats: int = 11) -> float:
 def _cuda_core_refuses(case: Case) -> str | None:
     if case.shape.group not in GROUPS:
         return f"its CUDA-core kernel has no {case.shape.group} query heads per KV head"
+    if case.options.q_len > 1:
+        return "its CUDA-core kernel takes one query token per sequence"
     return needs_half(case)
 
 
-def _head_key(case: Case) -> tuple[object, ...]:
-    return case.dtype, case.shape.head_dim
+def _xqa_refuses(case: Case) -> str | None:
+    if _xqa_page_size(case) not in XQA_PAGE_SIZES:
+        return f"its pages hold {', '.join(map(str, XQA_PAGE_SIZES))} keys, not {case.options.page_size}"
+    if case.options.q_len > 1:
+        return "called here with one query token per sequence only; more need a packed mask"
+    return needs_half(case)
 
 
-def _head_and_single_key(case: Case) -> tuple[object, ...]:
-    return case.dtype, case.shape.head_dim, case.shape.batch == 1
+def _tensor_core_key(case: Case) -> tuple[object, ...]:
+    return case.dtype, case.shape.head_dim, case.options.window is None
+
+
+def _cuda_core_key(case: Case) -> tuple[object, ...]:
+    return *_tensor_core_key(case), _takes_single(case)
 
 
 def _xqa_key(case: Case) -> tuple[object, ...]:
-    return case.dtype, case.shape.head_dim, case.shape.group
+    return *_tensor_core_key(case), case.shape.group, _xqa_page_size(case)
 
 
 _INSTALLED: dict[str, Any] = {"module": "flashinfer", "package": "flashinfer-python"}
 PEERS = (
     Peer(
         "flashinfer", "FlashInfer", "cuda", _cuda_core_variants,
-        refuses=_cuda_core_refuses, build_key=_head_and_single_key, **_INSTALLED,
+        refuses=_cuda_core_refuses, build_key=_cuda_core_key, **_INSTALLED,
     ),
     Peer(
         "flashinfer_tc", "FlashInfer, tensor cores", "cuda", _tensor_core_variants,
-        refuses=needs_half, build_key=_head_key, **_INSTALLED,
+        refuses=needs_half, build_key=_tensor_core_key, **_INSTALLED,
     ),
     # Last: at long contexts it was seen to fail in a way that ends the process's use of the GPU.
-    Peer("xqa", "XQA", "cuda", _xqa_variants, refuses=needs_half, build_key=_xqa_key, **_INSTALLED),
+    Peer("xqa", "XQA", "cuda", _xqa_variants, refuses=_xqa_refuses, build_key=_xqa_key, **_INSTALLED),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from flash_decoding.bench.peers.base import Peer, Prepared
+from flash_decoding.bench.peers.base import Peer, Prepared, needs_plain
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
@@ -29,6 +29,7 @@ def _variants(case: Case, copies: Sequence[Inputs]) -> Iterator[Callable[[], Pre
 PEERS = (
     Peer(
         "flex_attention", "flex_attention", "cuda", _variants,
-        module="torch.nn.attention.flex_attention", build_key=lambda case: (case.shape, case.dtype),
+        module="torch.nn.attention.flex_attention", refuses=needs_plain,
+        build_key=lambda case: (case.shape, case.dtype),
     ),
 )  # fmt: skip

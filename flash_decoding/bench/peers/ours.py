@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from flash_decoding.bench.paging import make_pages
 from flash_decoding.bench.peers.base import Peer, Prepared
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
@@ -13,20 +14,23 @@ from flash_decoding.bench.workloads import Case
 OURS, OURS_UNSPLIT = "flash_decoding", "flash_decoding_unsplit"
 
 
-def _prepare(copies: Sequence[Inputs], **options: Any) -> Prepared:
+def _prepare(case: Case, copies: Sequence[Inputs], **plan: Any) -> Prepared:
     from flash_decoding import Workspace, flash_decode
 
-    workspace = Workspace()
-    calls: list[Any] = [partial(flash_decode, q, k, v, workspace=workspace, **options) for q, k, v in copies]
+    arguments = plan | {"workspace": Workspace(), "window": case.options.window}
+    if case.options.page_size is not None:
+        pages = make_pages(case, case.options.page_size, copies[0].q.device)
+        arguments |= {"block_table": pages.table, "kv_lens": pages.lens}
+    calls: list[Any] = [partial(flash_decode, q, k, v, **arguments) for q, k, v in copies]
     return Prepared("", calls)
 
 
 def _variants(case: Case, copies: Sequence[Inputs]) -> Iterator[Callable[[], Prepared]]:
-    yield lambda: _prepare(copies)
+    yield lambda: _prepare(case, copies)
 
 
 def _unsplit_variants(case: Case, copies: Sequence[Inputs]) -> Iterator[Callable[[], Prepared]]:
-    yield lambda: _prepare(copies, num_splits=1)
+    yield lambda: _prepare(case, copies, num_splits=1)
 
 
 _PACKAGE: dict[str, Any] = {"module": "flash_decoding", "package": "flash-decoding"}

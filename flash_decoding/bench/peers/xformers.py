@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from flash_decoding.bench.peers.base import Peer, Prepared
+from flash_decoding.bench.peers.base import Peer, Prepared, needs_plain
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
@@ -32,4 +32,4 @@ def _variants(case: Case, copies: Sequence[Inputs]) -> Iterator[Callable[[], Pre
         yield partial(_split_k, case, copies, head_by_head)
 
 
-PEERS = (Peer("xformers", "xFormers", "cuda", _variants, module="xformers.ops", package="xformers"),)
+PEERS = (Peer("xformers", "xFormers", "cuda", _variants, "xformers.ops", "xformers", needs_plain),)
