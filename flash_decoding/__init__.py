@@ -3,6 +3,7 @@
 from flash_decoding.api import explain, flash_decode
 from flash_decoding.append import append_kv
 from flash_decoding.caches import KVCache, PagedKVCache
+from flash_decoding.cascade import cascade_decode
 from flash_decoding.integrations.flash_attn import flash_attn_with_kvcache
 from flash_decoding.merge import merge_states
 from flash_decoding.reference import reference
@@ -16,6 +17,7 @@ __all__ = [
     "Workspace",
     "__version__",
     "append_kv",
+    "cascade_decode",
     "explain",
     "flash_attn_with_kvcache",
     "flash_decode",

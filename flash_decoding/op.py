@@ -26,8 +26,8 @@ def run(
         return
     module = backends.load(backends.resolve(backend, problem.q.device))
     plan = module.plan(problem, call.num_splits, call.split_size)
-    rows = (problem.batch, problem.heads_q, problem.q_len)
-    partial = take_partial(workspace, plan.num_splits, rows, problem.value_dim, problem.q.device)
+    shape = plan.partial_shape(problem.batch, problem.heads_kv, problem.group, problem.q_len)
+    partial = take_partial(workspace, shape, problem.value_dim, problem.q.device)
     module.decode(problem, plan, partial, out, lse)
 
 

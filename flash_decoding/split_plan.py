@@ -16,12 +16,13 @@ _BYTES_IN_FLIGHT = 72 * 1024
 _MERGE_TILES, _MERGE_SPLITS_PER_TILE = 2.5, 32
 # The model is no better than this, and fewer splits leave less to merge.
 _SLACK = 1.04
-# Even splits of sequences that differ in length are as uneven as these: the longest sequence's would be the last to
-# end. Pieces of so many keys balance by themselves; twice as many cost 2 to 14 % on three ragged batches
-# (benchmarks/sweeps/nvidia-h200-paged.json).
-RAGGED_SPLIT_SIZE = 1024
-# More pieces than this balance no better, and their partials are scratch.
-_WAVES_OF_PIECES = 32
+# Sequences that may differ in length and hold more tiles than this are cut into pieces of one size: the longest alone
+# would be the last to end. Shorter ones end soon enough to leave no processor idle for long.
+_RAGGED_TILES = 8
+# Then so many pieces per processor balance well, of at least so many tiles in a full cache; more are more to merge.
+_PIECES_PER_PROCESSOR, _TILES_PER_PIECE = 12, 4
+# The kernels count tiles in 32 bits.
+_MAX_TILES = 2**31 - 2**16
 # What the compiler keeps in shared memory besides the pipeline of K and V tiles: q, p and reductions over warps.
 _SHARED_BESIDES_PIPELINE = 8 * 1024
 # The least among the architectures that the kernels are for (sm_86, sm_89), in bytes per program.
@@ -49,6 +50,18 @@ class Plan:
     num_splits: int
     split_size: int | None  # keys per split; None shares the tiles of each sequence out evenly
     tile: Tile
+    slots: int | None = None  # a ragged batch is cut into pieces instead: about one a slot, or up to num_splits
+
+    def partial_shape(self, batch: int, heads_kv: int, group: int, q_len: int) -> tuple[int, ...] | None:
+        """Rows of scratch that the splits need between the kernels; None: there is one, and it writes the result."""
+        if self.slots is not None:
+            # A share more or less for every problem.
+            rows = group * q_len
+            problems = batch * heads_kv * -(-rows // self.tile.block_m)
+            return self.num_splits + problems, min(rows, self.tile.block_m)
+        if self.num_splits == 1 or batch == 0:
+            return None
+        return self.num_splits, batch, heads_kv * group, q_len
 
 
 def next_power_of_2(x: int) -> int:
@@ -64,6 +77,7 @@ def choose_tile(
     shared_memory: int = MIN_SHARED_MEMORY,
     *,
     paged: bool = False,
+    ragged: bool = False,
 ) -> Tile:
     """The tile of the GPU's chunk kernel. Never looks at batch or length, so that neither changes a result's bits.
 
@@ -71,6 +85,7 @@ def choose_tile(
         element_size: bytes per element of q, k and v.
         shared_memory: bytes that one program may use on the device.
         paged: whether rows are found through a block table.
+        ragged: whether the batch is cut into pieces, which want to be many and small.
     """
     block_d, rest_d, block_dv = next_power_of_2(head_dim), 0, next_power_of_2(value_dim)
     if head_dim > 256 and block_d != head_dim:
@@ -87,14 +102,24 @@ def choose_tile(
 
     block_m = min(max(rows, 16), 64 if widest <= 128 else 32 if widest <= 256 else 16)
     block_n = 64 if widest == 128 or (block_m == 64 and widest <= 128) else 32 if widest <= 256 else 16
-    num_warps = block_m // 16 * (1 if widest <= 64 else 2 if paged and widest <= 128 else 4 if widest <= 256 else 8)
+    warps = 1 if widest <= 64 else 4 if widest <= 256 else 8  # per 16 rows
+    buffers = 3
+    if widest == 128 and block_m == 16:
+        if paged and ragged:
+            block_n, warps = 32, 1
+        elif ragged:
+            warps = 2
+        elif paged and shared_memory >= 160 * 1024:
+            block_n = 128  # one program per processor
+        elif paged:
+            warps = 2
+        # Two buffers and their page ids hide the hop from an id to its rows better than three.
+        buffers = 2 if paged or ragged else 3
     tile_bytes = block_n * (block_d + rest_d + block_dv) * element_size
     besides = _SHARED_BESIDES_PIPELINE + (block_m * (block_d + rest_d) * element_size if widest > 256 else 0)
-    # Two smaller programs hide the hop from a page id to its rows better than one deep pipeline. The hop takes a second
-    # stage for every buffer.
-    buffers = max(1, min(2 if paged and widest > 64 else 3, (shared_memory - besides) // tile_bytes))
-    num_stages = (2 * buffers if paged else buffers) + 1
-    return Tile(block_m, block_n, block_d, block_dv, min(num_warps, 8), num_stages, rest_d, buffers)
+    buffers = max(1, min(buffers, (shared_memory - besides) // tile_bytes))
+    num_stages = (2 * buffers if paged else buffers) + 1  # a page id takes a stage before its rows
+    return Tile(block_m, block_n, block_d, block_dv, min(block_m // 16 * warps, 8), num_stages, rest_d, buffers)
 
 
 @lru_cache(maxsize=4096)
@@ -127,7 +152,8 @@ def choose_plan(
         ragged: whether sequences may differ in length, by how much is not known here.
         num_splits, split_size: the caller's wish; None means choose.
     """
-    tile = choose_tile(group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged)
+    ragged = ragged and num_splits is None and split_size is None
+    tile = choose_tile(group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged, ragged=ragged)
     if window is not None:
         kv_len = min(kv_len, window + q_len)
     if split_size is not None:
@@ -135,12 +161,11 @@ def choose_plan(
     if num_splits is None:
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
         slots = processors * programs_per_processor(tile, element_size)
-        if ragged and problems:
-            most = max(1, _WAVES_OF_PIECES * slots // problems)
-            size = RAGGED_SPLIT_SIZE * -(-kv_len // (RAGGED_SPLIT_SIZE * most))
-            if size < kv_len and problems * -(-kv_len // size) >= slots:
-                return Plan(-(-kv_len // size), size, tile)
-        num_splits = choose_num_splits(problems, -(-kv_len // tile.block_n), slots)
+        tiles = -(-kv_len // tile.block_n)
+        if ragged and problems and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES:
+            pieces = min(_PIECES_PER_PROCESSOR * processors, problems * tiles // _TILES_PER_PIECE)
+            return Plan(pieces, None, tile, min(slots, pieces))
+        num_splits = choose_num_splits(problems, tiles, slots)
     return Plan(num_splits, None, tile)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ _MAX_VIEWS = 64
 class Partial(NamedTuple):
     """The unfinished softmax of every split: out = sum of acc / sum of l once all have the same m."""
 
-    acc: Tensor  # [num_splits, B, Hq, Lq, Dv] float32
-    m: Tensor  # [num_splits, B, Hq, Lq] float32, base 2
-    l: Tensor  # [num_splits, B, Hq, Lq] float32
+    acc: Tensor  # [*shape, Dv] float32, the shape that the plan gives: [num_splits, B, Hq, Lq] or [slots, rows]
+    m: Tensor  # [*shape] float32, base 2
+    l: Tensor  # [*shape] float32
 
 
 class Workspace:
@@ -57,7 +58,7 @@ class Workspace:
     @staticmethod
     def size(*, batch: int, heads_q: int, value_dim: int, num_splits: int, q_len: int = 1) -> int:
         """Bytes that a call with these sizes needs; one split needs none."""
-        return 0 if num_splits == 1 else 4 * num_splits * batch * heads_q * q_len * (value_dim + 2)
+        return 0 if num_splits == 1 else _bytes_of((num_splits, batch, heads_q, q_len), value_dim)
 
     @property
     def size_bytes(self) -> int:
@@ -79,31 +80,32 @@ class Workspace:
         self._buffer = torch.empty(-(-size_bytes // 4), dtype=torch.float32, device=device)
         self._partials = {}
 
-    def partial(self, num_splits: int, rows: tuple[int, int, int], value_dim: int, device: torch.device) -> Partial:
-        """Views for the partials of rows = (batch, heads_q, q_len). Their contents are arbitrary."""
-        batch, heads_q, q_len = rows
-        self.reserve(
-            self.size(batch=batch, heads_q=heads_q, q_len=q_len, value_dim=value_dim, num_splits=num_splits), device
-        )
+    def partial(self, shape: tuple[int, ...], value_dim: int, device: torch.device) -> Partial:
+        """Views for partials of a shape. Their contents are arbitrary."""
+        self.reserve(_bytes_of(shape, value_dim), device)
         assert self._buffer is not None, "reserve() made a buffer"
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if capturing and not any(buffer is self._buffer for buffer in self._captured):
             self._captured.append(self._buffer)
-        key = (num_splits, *rows, value_dim)
+        key = (*shape, value_dim)
         partial = self._partials.get(key)
         if partial is None:
             if len(self._partials) >= _MAX_VIEWS:
                 self._partials.clear()
-            partial = self._partials[key] = make_partial(self._buffer, num_splits, rows, value_dim)
+            partial = self._partials[key] = make_partial(self._buffer, shape, value_dim)
         return partial
 
 
-def make_partial(buffer: Tensor, num_splits: int, rows: tuple[int, int, int], value_dim: int) -> Partial:
+def _bytes_of(shape: tuple[int, ...], value_dim: int) -> int:
+    return 4 * math.prod(shape) * (value_dim + 2)
+
+
+def make_partial(buffer: Tensor, shape: tuple[int, ...], value_dim: int) -> Partial:
     """Cut a float32 buffer into acc, m and l, acc first so that its rows stay aligned."""
-    count = num_splits * rows[0] * rows[1] * rows[2]
-    acc = buffer[: count * value_dim].view(num_splits, *rows, value_dim)
-    m = buffer[count * value_dim : count * (value_dim + 1)].view(num_splits, *rows)
-    l = buffer[count * (value_dim + 1) : count * (value_dim + 2)].view(num_splits, *rows)
+    count = math.prod(shape)
+    acc = buffer[: count * value_dim].view(*shape, value_dim)
+    m = buffer[count * value_dim : count * (value_dim + 1)].view(shape)
+    l = buffer[count * (value_dim + 1) : count * (value_dim + 2)].view(shape)
     return Partial(acc, m, l)
 
 
@@ -118,19 +120,19 @@ _owned = _Owned()
 
 
 def take_partial(
-    workspace: Workspace | None, num_splits: int, rows: tuple[int, int, int], value_dim: int, device: torch.device
+    workspace: Workspace | None, shape: tuple[int, ...] | None, value_dim: int, device: torch.device
 ) -> Partial | None:
     """Scratch for a call, None for a single split: the caller's workspace or our own for this device and stream."""
-    if num_splits == 1 or rows[0] == 0:
+    if shape is None:
         return None
     if workspace is not None:
-        return workspace.partial(num_splits, rows, value_dim, device)
+        return workspace.partial(shape, value_dim, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A captured address must outlive the graph, so it comes from the graph's own memory pool.
-        size = Workspace.size(batch=rows[0], heads_q=rows[1], q_len=rows[2], value_dim=value_dim, num_splits=num_splits)
-        return make_partial(torch.empty(size // 4, dtype=torch.float32, device=device), num_splits, rows, value_dim)
+        buffer = torch.empty(_bytes_of(shape, value_dim) // 4, dtype=torch.float32, device=device)
+        return make_partial(buffer, shape, value_dim)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     key = (device.type, device.index or 0, stream)
     if key not in _owned.by_stream:
         _owned.by_stream[key] = Workspace()
-    return _owned.by_stream[key].partial(num_splits, rows, value_dim, device)
+    return _owned.by_stream[key].partial(shape, value_dim, device)

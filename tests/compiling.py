@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from flash_decoding.backends.triton.append import _WARPS, _append_kernel, choose_rows
 from flash_decoding.backends.triton.chunk import _chunk_kernel
-from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel
+from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel, block_of_states
 from flash_decoding.split_plan import Tile, next_power_of_2
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -43,11 +43,12 @@ def compile_chunk(
     page_size=None,
     q_len=1,
     options=False,
+    ragged=False,
 ) -> Compiled:
     """The chunk kernel as an aligned call compiles it; masked: with lengths, starts, a key mask; options: with all."""
     x, stride = f"*{NAMES[dtype]}", ("i32", "i32", "i32")
     partial = "*fp32" if split else "constexpr"
-    lens = "*i32" if masked or page_size else "constexpr"
+    lens = "*i32" if masked or page_size or ragged else "constexpr"
     signature = {
         "q_ptr": x, "q_stride": stride, "k_ptr": x, "k_stride": stride, "v_ptr": x, "v_stride": stride,
         "block_table_ptr": "*i32" if page_size else "constexpr", "block_table_step": "i32",
@@ -60,7 +61,8 @@ def compile_chunk(
         "out_ptr": x, "out_stride": stride, "lse_ptr": "constexpr" if split else "*fp32",
         "acc_ptr": partial, "m_ptr": partial, "l_ptr": partial,
         "scale": "fp32", "softcap": "fp32" if options else "constexpr", "window": "i32" if options else "constexpr",
-        "kv_len": "i32", "Hkv": "i32", "rows": "i32", "num_splits": "i32", "split_size": "constexpr",
+        "kv_len": "i32", "B": "i32", "Hkv": "i32", "num_splits": "i32", "split_size": "constexpr",
+        "slots": "i32" if ragged else "constexpr",
     }  # fmt: skip
     constants = {
         "G": group, "Lq": q_len, "D": head_dim, "DV": value_dim, "CAUSAL": True, "PAGE_SIZE": page_size,
@@ -71,20 +73,38 @@ def compile_chunk(
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 
 
-def compile_reduce(dtype, value_dim, block_s, num_warps, arch, *, skip_empty=False) -> Compiled:
-    """The reduce kernel likewise."""
+def compile_reduce(
+    dtype, value_dim, block_s, num_warps, arch, *, skip_empty=False, ragged=False, shared=False, block_dv=None
+) -> Compiled:
+    """The reduce kernel likewise; ragged: pieces, shared: a shared prefix's splits besides."""
+    lens = "*i32" if ragged or shared else "constexpr"
     signature = {
         "acc_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32", "out_ptr": f"*{NAMES[dtype]}",
-        "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "sinks_ptr": "*fp32",
-        "Hq": "i32", "rows": "i32", "num_splits": "i32",
+        "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "kv_lens_ptr": lens,
+        "q_lens_ptr": lens, "kv_start_ptr": "*i32" if ragged else "constexpr",
+        **dict.fromkeys(("kv_len", "B", "Hq", "rows", "num_splits"), "i32"),
+        **dict.fromkeys(("slots",), "i32" if ragged else "constexpr"),
+        **dict.fromkeys(("shared_at", "shared_splits", "shared_rows", "shared_len"), "i32" if shared else "constexpr"),
     }  # fmt: skip
     constants = {
-        "Lq": 1,
-        "SKIP_EMPTY": skip_empty,
-        "DV": value_dim,
-        "BLOCK_S": block_s,
-        "BLOCK_DV": min(SLICE, next_power_of_2(value_dim)),
-    }
+        "G": 4, "Lq": 1, "BLOCK_M": 16, "BLOCK_N": 64, "SKIP_EMPTY": skip_empty, "DV": value_dim, "BLOCK_S": block_s,
+        "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)),
+    }  # fmt: skip
+    return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
+
+
+def compile_merge(dtype, width, count, arch) -> Compiled:
+    """The reduce kernel as merge_states() starts it."""
+    block_s, block_dv, num_warps = block_of_states(count, width)
+    signature = {
+        "acc_ptr": f"*{NAMES[dtype]}", "m_ptr": "*fp32", "out_ptr": f"*{NAMES[dtype]}", "lse_ptr": "*fp32",
+        "out_stride": ("i32", "i32", "i32"), "acc_step": "i64",
+        **dict.fromkeys(("kv_len", "B", "Hq", "rows", "num_splits"), "i32"),
+    }  # fmt: skip
+    constants = {
+        "G": 1, "Lq": 1, "BLOCK_M": 1, "BLOCK_N": 1, "SKIP_EMPTY": True, "NATURAL": True, "DV": width,
+        "BLOCK_S": block_s, "BLOCK_DV": block_dv,
+    }  # fmt: skip
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
 
 

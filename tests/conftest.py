@@ -52,8 +52,8 @@ def poisoned_scratch(request, monkeypatch):
     monkeypatch.setattr(workspace, "_owned", workspace._Owned())  # nothing is left over from another test
     partial = workspace.Workspace.partial
 
-    def poisoned_partial(self, num_splits, rows, value_dim, device):
-        views = partial(self, num_splits, rows, value_dim, device)
+    def poisoned_partial(self, shape, value_dim, device):
+        views = partial(self, shape, value_dim, device)
         if device.type == "cpu":  # on a GPU this would be one more kernel to count and to capture
             for view in views:
                 view.fill_(float("nan"))

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from compiling import compile_append, compile_chunk, compile_reduce
 
-from flash_decoding.backends.triton.reduce import block_of_splits
+from flash_decoding.backends.triton.reduce import WIDE_SLICE, block_of_splits
 from flash_decoding.split_plan import choose_tile
 
 # Shared memory per program, bytes, by architecture: A100; RTX 40; H100 and H200.
@@ -113,6 +113,19 @@ def test_reduce_kernel_fits_and_does_not_spill(value_dim, num_splits, arch, skip
     assert built.spills == 0
     assert built.stack_bytes == 0
     assert built.shared_bytes <= 48 * 1024
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (4, 128), (64, 128), (8, 256)])
+def test_kernels_of_a_ragged_batch(group, head_dim, page_size, arch):
+    paged = page_size is not None
+    tile = choose_tile(group, 1, head_dim, head_dim, 2, SHARED[arch], paged=paged, ragged=True)
+    chunk = compile_chunk(torch.bfloat16, group, head_dim, head_dim, tile, arch, page_size=page_size, ragged=True)
+    reduce = compile_reduce(torch.bfloat16, head_dim, 8, 1, arch, ragged=True, block_dv=min(WIDE_SLICE, head_dim))
+    assert chunk.spills == reduce.spills == 0
+    assert chunk.shared_bytes <= SHARED[arch]
+    assert "cp.async" in chunk.ptx
 
 
 @pytest.mark.parametrize("arch", SHARED)

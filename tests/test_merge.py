@@ -1,12 +1,38 @@
-"""merge_states(): the definition of every merge."""
+"""merge_states(): the definition of every merge, and the kernel that must equal it."""
 
 import math
 
 import pytest
 import torch
+from conftest import INTERPRETED, NO_GPU
 from helpers import DTYPES, describe, make_inputs, max_error
 
-from flash_decoding import merge_states, reference
+from flash_decoding import backends, merge_states, reference
+
+
+@pytest.fixture
+def device(target, monkeypatch):
+    """Where states live so that the target's merge runs: the formula on a CPU, the kernel on a GPU or interpreted."""
+    if target.backend == "triton":
+        from flash_decoding.backends.triton import reduce
+
+        calls, launch_merge = [], reduce.launch_merge
+        monkeypatch.setattr(backends, "resolve", lambda backend, device: "triton")
+        monkeypatch.setattr(reduce, "launch_merge", lambda *args: calls.append(launch_merge(*args)))
+        yield target.device
+        assert calls, "the kernel ran"
+    else:
+        yield target.device
+
+
+def in_float64(outs, lses, base="e"):
+    """The merge written another way: weights by softmax, with everything empty taken out."""
+    lses = lses.double() * (1.0 if base == "e" else math.log(2))
+    empty = lses.isinf()
+    log_w = lses.masked_fill(empty, -math.inf)
+    w = torch.softmax(log_w, dim=0).nan_to_num(nan=0.0)
+    out = (w[..., None] * outs.double().masked_fill(empty[..., None], 0.0)).sum(dim=0)
+    return out, torch.logsumexp(log_w, dim=0) / (1.0 if base == "e" else math.log(2))
 
 
 def random_states(count, shape=(2, 3), width=16, dtype=torch.float32):
@@ -65,6 +91,161 @@ def test_masses_far_apart_do_not_overflow():
     assert torch.equal(merge_states(out, lse)[0], out[0])
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize("base", ["e", "2"])
+@pytest.mark.parametrize("form", ["stack", "list"])
+@pytest.mark.parametrize(
+    ("count", "width"), [(1, 64), (2, 128), (2, 80), (3, 16), (5, 512), (40, 24), (2, 1), (2, 700)]
+)
+def test_against_float64(device, count, width, form, base, dtype):
+    out, lse = (x.to(device) for x in random_states(count, (2, 3), width, dtype))
+    lse[torch.rand(lse.shape) < 0.2] = math.inf
+    lse[torch.rand(lse.shape) < 0.2] = -math.inf
+    out[lse.isinf()] = math.nan
+    want, want_lse = in_float64(out, lse, base)
+    got, got_lse = merge_states(*((out, lse) if form == "stack" else (list(out), list(lse))), base=base)
+    assert got.dtype == dtype
+    assert max_error(got, want) <= torch.finfo(dtype).eps * 4 * max(1.0, want.abs().max().item())
+    assert max_error(got_lse, want_lse) < 1e-5
+    assert bool((got[want_lse == -math.inf] == 0).all())
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("form", ["stack", "list"])
+def test_in_place(device, form, place, count, dtype):
+    out, lse = (x.to(device) for x in random_states(count, (4, 5), 1024, dtype))  # wide: several warps share a row
+    want, want_lse = merge_states(out, lse)
+    others = [x.clone() for i, x in enumerate(out) if i != place]
+    states, logs = (out, lse) if form == "stack" else ([x.clone() for x in out], [x.clone() for x in lse])
+    got, got_lse = merge_states(states, logs, out=states[place], lse=logs[place])
+    assert got.data_ptr() == states[place].data_ptr()
+    assert torch.equal(got, want)
+    assert torch.equal(got_lse, want_lse)
+    assert torch.equal(logs[place], want_lse)
+    assert all(torch.equal(x, y) for x, y in zip([x for i, x in enumerate(states) if i != place], others, strict=True))
+
+
+@pytest.mark.interpreter
+def test_two_states_merge_to_the_same_bits_in_either_order(device):
+    (a, b), (la, lb) = (x.to(device) for x in random_states(2, (7, 9), 128))
+    lb[0] = -math.inf
+    out, lse = merge_states([a, b], [la, lb])
+    swapped, swapped_lse = merge_states([b, a], [lb, la])
+    assert torch.equal(out, swapped)
+    assert torch.equal(lse, swapped_lse)
+    assert torch.equal(out[0], a[0])
+    assert torch.equal(lse[0], la[0])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+def test_float32_states_become_a_16_bit_result_that_is_rounded_once(device, dtype):
+    out, lse = (x.to(device) for x in random_states(3))
+    exact, _ = merge_states(out, lse)
+    result = torch.full(exact.shape, math.nan, dtype=dtype, device=device)
+    assert merge_states(out, lse, out=result)[0] is result
+    assert torch.equal(result, exact.to(dtype))
+
+
+@pytest.mark.interpreter
+def test_strides(device):
+    """Whatever is not contiguous, and states that lie apart in one tensor or in several."""
+    base, lse = (x.to(device) for x in random_states(6, (3, 4), 32))
+    want, want_lse = merge_states(base[::2].clone(), lse[::2].clone())
+    for outs, lses in (
+        (base[::2], lse[::2]),
+        (list(base[::2]), list(lse[::2])),
+        (base[::2].transpose(1, 2).contiguous().transpose(1, 2), lse[::2].transpose(1, 2).contiguous().transpose(1, 2)),
+    ):
+        out, got_lse = torch.zeros(4, 3, 32, device=device).transpose(0, 1), torch.zeros(4, 3, device=device).T
+        merge_states(outs, lses, out=out, lse=got_lse)
+        assert torch.equal(out, want)
+        assert torch.equal(got_lse, want_lse)
+    pair = merge_states([base[4], base[0]], [lse[4], lse[0]])  # the second lies before the first
+    assert torch.equal(pair[0], merge_states(base[[4, 0]], lse[[4, 0]])[0])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), ()])
+def test_rows_may_be_none_or_one(target, shape):
+    out, lse = merge_states(
+        torch.ones(2, *shape, 16, device=target.device), torch.zeros(2, *shape, device=target.device)
+    )
+    assert torch.equal(out, torch.ones(*shape, 16, device=target.device))
+    assert max_error(lse, torch.full(shape, math.log(2), device=target.device)) < 1e-6
+
+
+@pytest.mark.compiles
+def test_compiled_and_in_place(target):
+    out, lse = (x.to(target.device) for x in random_states(2))
+    want, want_lse = merge_states(out, lse)
+
+    def step(a, b, la, lb):
+        merged, logs = merge_states([a, b], [la, lb], out=a, lse=la)
+        return merged * 2.0, logs
+
+    a, la = out[0].clone(), lse[0].clone()
+    doubled, logs = torch.compile(step, fullgraph=True)(a, out[1], la, lse[1])
+    assert max_error(a, want) < 1e-6
+    assert max_error(doubled, 2.0 * want) < 1e-6
+    assert max_error(la, want_lse) < 1e-6
+    assert max_error(logs, want_lse) < 1e-6
+
+
+def test_gradients_flow(target):
+    out, lse = (x.to(target.device).requires_grad_() for x in random_states(2))
+    merge_states(out, lse)[0].sum().backward()
+    w = torch.softmax(lse.detach(), dim=0)
+    assert max_error(out.grad, w[..., None].expand_as(out)) < 1e-6
+    assert lse.grad.abs().max() > 0
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("form", ["pair", "stack"])
+def test_it_is_one_kernel_and_a_graph_holds_it(form):
+    out, lse = (x.cuda() for x in random_states(2, (64, 32), 128, torch.bfloat16))
+    states = (out, lse) if form == "stack" else (list(out), list(lse))
+    result, result_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
+
+    def call():
+        return merge_states(*states, out=result, lse=result_lse)
+
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    out.normal_()
+    lse.normal_()
+    graph.replay()
+    want, want_lse = in_float64(out, lse)
+    assert max_error(result, want) <= torch.finfo(torch.bfloat16).eps * max(1.0, want.abs().max().item())
+    assert max_error(result_lse, want_lse) < 1e-5
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=describe)
+@pytest.mark.parametrize(("count", "width"), [(2, 128), (8, 80), (64, 512), (2, 16384)])
+def test_the_kernel_compiles_and_does_not_spill(count, width, dtype, arch):
+    pytest.importorskip("triton")
+    from compiling import compile_merge
+
+    built = compile_merge(dtype, width, count, arch)
+    assert built.spills == 0
+    assert built.stack_bytes == 0
+    assert built.shared_bytes <= 48 * 1024
+
+
 REFUSED = [
     (([], []), {}, ValueError, "outs must hold at least one state"),
     (
@@ -80,6 +261,29 @@ REFUSED = [
     (([torch.zeros(3, 8), torch.zeros(3, 8).half()], torch.zeros(2, 3)), {}, TypeError, "outs must agree in dtype"),
     ((1.0, torch.zeros(2, 3)), {}, TypeError, "outs must be a tensor or a sequence of tensors, got float"),
     ((torch.zeros(2, 3, 8), torch.zeros(2, 3)), {"base": 10}, ValueError, "base must be 'e' or '2', got 10"),
+    ((torch.zeros(2, 3, 8), [torch.zeros(3)]), {}, ValueError, "lses must have the shape of outs without"),
+    ((torch.zeros(2), torch.zeros(2)), {}, ValueError, "lses must have the shape of outs without the last axis"),
+    ((torch.zeros(2, 3, 8), torch.zeros(2, 3)), {"out": 1.0}, TypeError, "out must be a torch.Tensor or None"),
+    ((torch.zeros(2, 3, 8), torch.zeros(2, 3)), {"out": torch.zeros(2, 8)}, ValueError, "out must have shape"),
+    ((torch.zeros(2, 3, 8), torch.zeros(2, 3)), {"out": torch.zeros(3, 8).double()}, TypeError, "out must be one of"),
+    (
+        (torch.zeros(2, 3, 8), torch.zeros(2, 3)),
+        {"out": torch.zeros(8).expand(3, 8)},
+        ValueError,
+        "out must not overlap",
+    ),
+    (
+        (torch.zeros(2, 3, 8), torch.zeros(2, 3)),
+        {"lse": torch.zeros(3).half()},
+        TypeError,
+        "lse must be one of float32",
+    ),
+    (
+        (torch.zeros(2, 3, 8), torch.zeros(2, 3)),
+        {"lse": torch.zeros(3, device="meta")},
+        ValueError,
+        "lse must be on the device of outs, cpu, got meta",
+    ),
 ]
 
 

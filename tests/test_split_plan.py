@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_decoding.split_plan import MIN_SHARED_MEMORY, RAGGED_SPLIT_SIZE, choose_num_splits, choose_plan, choose_tile
+from flash_decoding.split_plan import MIN_SHARED_MEMORY, choose_num_splits, choose_plan, choose_tile
 
 H200 = dict(processors=132, shared_memory=232448)
 
@@ -44,16 +44,18 @@ def test_small_caches_are_not_cut():
             assert plan(batch, 32, 8, kv_len, 128).num_splits == 1
 
 
-def test_sequences_that_may_differ_in_length_get_pieces_of_a_fixed_size():
-    assert plan(64, 32, 8, 16384, 128, paged=True, ragged=True).split_size == RAGGED_SPLIT_SIZE
-    assert plan(64, 32, 8, 16384, 128, paged=True, ragged=True).num_splits == 16
-    # A large cache for many sequences: larger pieces, or the scratch would rival the cache.
-    many = plan(64, 32, 8, 131072, 128, paged=True, ragged=True)
-    assert many.split_size == 8 * RAGGED_SPLIT_SIZE
-    assert many.num_splits == 16
-    # Too few pieces for the device: even splits, which follow the lengths, fill it better. And one piece is no split.
-    assert plan(2, 8, 8, 2048, 128, ragged=True).split_size is None
-    assert plan(512, 32, 8, 1000, 128, ragged=True).num_splits == 1
+def test_sequences_that_may_differ_in_length_are_cut_into_pieces_of_one_size():
+    chosen = plan(64, 32, 8, 16384, 128, paged=True, ragged=True)
+    assert chosen.slots % H200["processors"] == 0, "every processor has as many programs"
+    assert chosen.num_splits > chosen.slots
+    assert chosen.partial_shape(64, 8, 4, 1) == (chosen.num_splits + 64 * 8, 4)
+    assert plan(2, 8, 8, 2048, 128, ragged=True).slots
+    # Short sequences are done before anybody waits, and the kernels count tiles in 32 bits.
+    assert plan(512, 32, 8, 300, 128, ragged=True).num_splits == 1
+    assert plan(2**20, 32, 8, 2**20, 128, ragged=True).slots is None
+    # A wish for a number of splits, or for their size, is one for each sequence.
+    assert plan(64, 32, 8, 16384, 128, ragged=True, num_splits=4).slots is None
+    assert plan(64, 32, 8, 16384, 128, ragged=True, split_size=256).slots is None
 
 
 def test_a_wish_is_followed():

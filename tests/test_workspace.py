@@ -72,7 +72,7 @@ def test_size_of_one_split_is_nothing_and_the_device_is_asked_for():
 
 def test_partials_do_not_overlap():
     buffer = torch.zeros(3 * 2 * 4 * 66)
-    acc, m, l = make_partial(buffer, 3, (2, 4, 1), 64)
+    acc, m, l = make_partial(buffer, (3, 2, 4, 1), 64)
     assert (acc.shape, m.shape, l.shape) == ((3, 2, 4, 1, 64), (3, 2, 4, 1), (3, 2, 4, 1))
     acc += 1.0
     m += 10.0
@@ -84,8 +84,8 @@ def test_partials_do_not_overlap():
 def test_views_are_kept_but_not_without_bound(target):
     own = Workspace(1 << 20, target.device)
     device = own._buffer.device
-    first = own.partial(2, (1, 4, 1), 64, device)
-    assert own.partial(2, (1, 4, 1), 64, device) is first
+    first = own.partial((2, 1, 4, 1), 64, device)
+    assert own.partial((2, 1, 4, 1), 64, device) is first
     for batch in range(1, 200):
-        own.partial(2, (batch, 4, 1), 64, device)
+        own.partial((2, batch, 4, 1), 64, device)
     assert len(own._partials) <= 64

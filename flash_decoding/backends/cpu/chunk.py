@@ -381,7 +381,8 @@ def store_state(call, kind, scratch, b, h_kv, split, rows):
         # A row that saw no key may have added its zero weight times a value that is not finite.
         if row >= rows or load_double(scratch.l + 8 * row) == 0.0:
             clear_row(scratch, row)
-        m, l = load_float(scratch.m + 4 * row), load_double(scratch.l + 8 * row)
+        # Rounded as partials are: a row's bits must not tell whether its cache could have held more splits.
+        m, l = load_float(scratch.m + 4 * row), np.float64(np.float32(load_double(scratch.l + 8 * row)))
         index = (b * call.heads_q + head) * call.q_len + token
         if call.num_splits == 1:
             out = address_of(call.out, b, head, token)

@@ -2,10 +2,11 @@
 
     s = transform(q k^T)    m = max s    p = 2^(s - m)    l = sum p    acc = p v
 
-Grid: (sequence, KV head and tile of rows, flattened; split). The G query heads of a KV head and their Lq tokens are the
-rows of one matrix product, so K and V are read from memory once. A program walks its split BLOCK_N keys at a time and
-stores (acc, m, l), m in base 2; reduce.py merges the splits. With a single split it stores the finished out and lse
-instead. A split without keys stores m = -inf, l = 0, which weighs nothing in the merge.
+Grid: (sequence, KV head and tile of rows, flattened; split), or one program per piece of pieces.py. The G query heads
+of a KV head and their Lq tokens are the rows of one matrix product, so K and V are read from memory once. A program
+walks its split BLOCK_N keys at a time and stores (acc, m, l), m in base 2; reduce.py merges the splits. With a single
+split it stores the finished out and lse instead. A split without keys stores m = -inf, l = 0, which weighs nothing in
+the merge.
 
 Dense and paged caches differ in locate_rows() alone, score options in transform_scores(), masks that differ by query
 row in sees(). An argument that is None is off and costs nothing: it is compiled away.
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from flash_decoding.backends.triton.launch import launch, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, update_softmax
+from flash_decoding.backends.triton.pieces import find_piece
 from flash_decoding.backends.triton.scores import sees, transform_scores
 from flash_decoding.backends.triton.tile_io import (
     address,
-    clamped_length,
     load_rows,
     locate_rows,
     matmul,
@@ -35,7 +36,7 @@ from flash_decoding.workspace import Partial
 @triton.jit(
     do_not_specialize=[
         "block_table_step", "key_mask_step_b", "key_mask_step_n", "tree_step_b", "tree_step_t", "tree_step_n",
-        "window", "kv_len", "Hkv", "rows", "num_splits", "split_size",
+        "window", "kv_len", "B", "Hkv", "num_splits", "split_size", "slots",
     ],
     do_not_specialize_on_alignment=[
         "block_table_ptr", "kv_lens_ptr", "kv_start_ptr", "q_lens_ptr", "key_mask_ptr", "tree_mask_ptr", "alibi_ptr",
@@ -53,22 +54,28 @@ def _chunk_kernel(
     alibi_ptr, sinks_ptr,  # [Hq] float32; None: off
     out_ptr, out_stride,  # [B, Hq, Lq, Dv], written when there is one split
     lse_ptr,  # [B, Hq, Lq] float32, likewise; None: not wanted
-    acc_ptr, m_ptr, l_ptr,  # [num_splits, B, Hq, Lq(, Dv)] float32; None: one split
-    scale, softcap, window, kv_len, Hkv, rows, num_splits, split_size,
+    acc_ptr, m_ptr, l_ptr,  # [num_splits, B, Hq, Lq(, Dv)] float32, of pieces [slots, rows(, Dv)]; None: one split
+    scale, softcap, window, kv_len, B, Hkv, num_splits, split_size, slots,
     G: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
     row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
-    pid, split = tl.program_id(0), tl.program_id(1)
-    row_tile, h_kv, b = pid % row_tiles, pid // row_tiles % Hkv, (pid // (row_tiles * Hkv)).to(tl.int64)
-    kv_len = clamped_length(kv_lens_ptr, b, kv_len)
-    q_len = clamped_length(q_lens_ptr, b, Lq)
-    first, last = visible_range(kv_start_ptr, b, kv_len, q_len, window)
-    if q_lens_ptr is not None:
-        last = tl.where(q_len > 0, last, first)  # nobody asks, so nothing is looked up
-    start, stop = split_range(first, last, split, num_splits, split_size, BLOCK_N)
+    lens = (kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window)
+    pid, split, splits = tl.program_id(0), tl.program_id(1), num_splits
+    if slots is not None:
+        b, head, split, splits, slot = find_piece(pid, lens, B, Hkv * row_tiles, slots, num_splits, Lq, BLOCK_N)
+        if splits == 0:
+            return
+        row_tile, h_kv, b = head % row_tiles, head // row_tiles, b.to(tl.int64)
+        # Where in scratch row 0 would be: a piece has the rows of its tile only.
+        at = slot.to(tl.int64) * min(G * Lq, BLOCK_M) - row_tile * BLOCK_M
+    else:
+        row_tile, h_kv, b = pid % row_tiles, pid // row_tiles % Hkv, (pid // (row_tiles * Hkv)).to(tl.int64)
+        at = ((split.to(tl.int64) * B + b) * Hkv + h_kv) * (G * Lq)
+    first, last, kv_len, q_len = visible_range(lens, b, Lq)
+    start, stop = split_range(first, last, split, splits, split_size, BLOCK_N)
 
     row, d, dv = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     h_q, t = h_kv * G + row // Lq, row % Lq
@@ -120,7 +127,7 @@ def _chunk_kernel(
             PAGE_SIZE, V_IN_K, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
         )  # fmt: skip
 
-    at_row = (b * (Hkv * G) + h_q) * Lq + t
+    at_row = at + row
     in_rd = in_row[:, None] & (dv < DV)[None, :]
     if acc_ptr is None:
         sink = None
@@ -132,7 +139,6 @@ def _chunk_kernel(
         if lse_ptr is not None:
             tl.store(lse_ptr + at_row, lse, mask=in_row)
     else:
-        at_row += split.to(tl.int64) * rows
         if split_size is not None:
             # Splits of a fixed size may be many and mostly empty; the merge does not read the acc of an empty one.
             in_rd = in_row[:, None] & (dv < tl.where(start < stop, DV, 0))[None, :]
@@ -189,26 +195,28 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
         and p.v.data_ptr() == p.k.data_ptr()
         and strides[1] == strides[2]
     )
+    problems = p.batch * p.heads_kv * -(-p.group * p.q_len // tile.block_m)
     table, mask, tree = p.block_table, p.key_mask, p.tree_mask
     arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks)
     acc, m, l = (None, None, None) if partial is None else partial
     key = (
         variant((p.q, p.k, p.v, out), strides), p.q.dtype, tuple([x if x is None else x.dtype for x in arrays]),
         p.softcap is None, p.window is None, partial is None, lse is None, plan.split_size is None,
+        plan.slots is None,
         any(x is not None and max(x.stride()) >= 2**31 for x in (table, mask, tree)),
     )  # fmt: skip
     launch(
         _chunk_kernel,
         key,
-        (p.batch * p.heads_kv * -(-p.group * p.q_len // tile.block_m), plan.num_splits),
+        (problems, plan.num_splits) if plan.slots is None else (problems + plan.num_splits, 1),
         (
             p.q, strides[0], p.k, strides[1], p.v, strides[2],
             table, 0 if table is None else table.stride(0), p.kv_lens, p.kv_start, p.q_lens,
             mask, *((0, 0) if mask is None else mask.stride()), tree, *((0, 0, 0) if tree is None else tree.stride()),
             p.alibi_slopes, p.sinks if partial is None else None,
             out, strides[3], lse if partial is None else None, acc, m, l,
-            p.scale, p.softcap, None if p.window is None else min(p.window, p.kv_len), p.kv_len, p.heads_kv,
-            p.batch * p.heads_q * p.q_len, plan.num_splits, plan.split_size,
+            p.scale, p.softcap, None if p.window is None else min(p.window, p.kv_len), p.kv_len, p.batch, p.heads_kv,
+            plan.num_splits, plan.split_size, plan.slots,
         ),
         (
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k,

@@ -29,14 +29,19 @@ def clamped_length(lens_ptr, b, most):
 
 
 @triton.jit
-def visible_range(kv_start_ptr, b, kv_len, q_len, window):
-    """Keys [first, last) that some query of sequence b may see, int32."""
-    first = 0
+def visible_range(lens, b, Lq: tl.constexpr):
+    """Keys [first, last) that some query of sequence b may see, its length and its query tokens; int32."""
+    kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window = lens
+    kv_len = clamped_length(kv_lens_ptr, b, kv_len)
+    q_len = clamped_length(q_lens_ptr, b, Lq)
+    first, last = 0, kv_len
     if kv_start_ptr is not None:
         first = clamped_length(kv_start_ptr, b, kv_len)
     if window is not None:
         first = tl.maximum(first, kv_len - q_len - window)
-    return first, kv_len
+    if q_lens_ptr is not None:
+        last = tl.where(q_len > 0, last, first)  # nobody asks, so nothing is looked up
+    return first, last, kv_len, q_len
 
 
 @triton.jit
