@@ -9,6 +9,7 @@ from paging import to_pages
 from test_append import make_tables, rotate
 
 from flash_decoding import flash_attn_with_kvcache, reference
+from flash_decoding.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 NAN = float("nan")
 # flash_attn_interface.py of flash-attn 2.8.
@@ -215,6 +216,281 @@ def test_inputs_with_gaps_in_their_last_axis(target):
     assert torch.equal(v_cache, want_caches[1])
 
 
+def one_by_one(tokens, caches, lens, options, slopes=None):
+    """The float64 reference for each sequence alone: tokens [L, Hq, D], caches its (k, v) [N, Hkv, D]; as packed."""
+    done = [
+        reference(
+            q[None], *(x[None] for x in cache), layout="bnhd", kv_lens=lens[b : b + 1], return_lse=True,
+            alibi_slopes=None if slopes is None else slopes[b], **options,
+        )
+        for b, (q, cache) in enumerate(zip(tokens, caches, strict=True))
+    ]  # fmt: skip
+    return torch.cat([out[0] for out, _ in done]).cpu(), torch.cat([lse[0] for _, lse in done], 1).cpu()
+
+
+def starts_of(lengths, device, dtype=torch.int32):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest"),
+    # One block per sequence; blocks of 64 with a rest, just full, one over; far fewer than max_seqlen_q says.
+    [
+        ([4, 0, 1], 4),
+        ([1, 1, 1], 1),
+        ([70, 0, 3], 70),
+        ([64, 129, 65], 129),
+        ([2, 0, 5], 1000),
+        ([0, 0, 0], 4),
+        ([0, 0, 0], 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cache", ["dense", "paged", "rows"])
+def test_packed_queries(target, lengths, longest, cache):
+    total = sum(lengths)
+    q = torch.randn(total, 4, 32, device=target.device)
+    k_cache, v_cache = torch.randn(2, 3, 150, 2, 32, device=target.device)
+    lens = torch.tensor([150, 7, 66], device=target.device)
+    starts = starts_of(lengths, target.device)
+    want = one_by_one(q.split(lengths), zip(k_cache, v_cache, strict=True), lens, {})
+    caches, where = (k_cache, v_cache), {}
+    if cache == "paged":
+        *caches, where["block_table"] = to_pages(k_cache.transpose(1, 2), v_cache.transpose(1, 2), 16, lens,
+                                                 layout="bnhd")  # fmt: skip
+    if cache == "rows":
+        where["cache_batch_idx"] = torch.tensor([2, 0, 1], device=target.device)
+        caches = [x[[1, 2, 0]] for x in caches]
+    got = flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=longest, causal=True,
+        return_softmax_lse=True, **where,
+    )  # fmt: skip
+    check(got, want, torch.float32)
+
+
+PACKED_OPTIONS = [
+    ({"causal": False}, {"causal": False}),
+    ({"causal": True, "window_size": (20, 20)}, {"window": 20}),
+    ({"window_size": (9, 0)}, {"window": 9}),
+    ({"causal": True, "softcap": 1.5, "softmax_scale": 0.4}, {"softcap": 1.5, "scale": 0.4}),
+    ({"causal": True, "alibi_slopes": "heads"}, {}),
+    ({"causal": True, "alibi_slopes": "sequences"}, {}),
+    ({"causal": True, "s_aux": "heads"}, {}),
+    ({"causal": True, "cache_leftpad": True}, {}),
+]
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 2], [70, 1, 130]], ids=str)
+@pytest.mark.parametrize("options", PACKED_OPTIONS, ids=lambda options: "-".join(map(str, options[0])))
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+def test_options_of_packed_queries(target, lengths, options, dtype):
+    ours, theirs = (dict(x) for x in options)
+    q = torch.randn(sum(lengths) + 2, 4, 32, device=target.device).to(dtype)  # two tokens of nobody
+    k_cache, v_cache = torch.randn(2, 3, 150, 2, 32, device=target.device).to(dtype)
+    lens = torch.tensor([80, 40, 150], dtype=torch.int32, device=target.device)
+    slopes = None
+    if "alibi_slopes" in ours:
+        slopes = torch.rand(3, 4, device=target.device)
+        slopes = slopes if ours["alibi_slopes"] == "sequences" else slopes[:1].expand(3, 4)
+        ours["alibi_slopes"] = slopes if ours["alibi_slopes"] == "sequences" else slopes[0]
+    if "s_aux" in ours:
+        ours["s_aux"] = torch.randn(4, device=target.device).to(dtype)
+        theirs["sinks"] = ours["s_aux"].float()
+    caches, own_lens = list(zip(k_cache, v_cache, strict=True)), lens
+    if "cache_leftpad" in ours:
+        pad = ours["cache_leftpad"] = torch.tensor([5, 40, 0], dtype=torch.int32, device=target.device)
+        caches = [[x[int(p) :] for x in cache] for p, cache in zip(pad, caches, strict=True)]
+        own_lens = lens - pad
+    want, want_lse = one_by_one(q[:-2].split(lengths), caches, own_lens, theirs, slopes)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lens, cu_seqlens_q=starts_of(lengths, target.device, torch.int64),
+        max_seqlen_q=max(lengths), return_softmax_lse=True, **ours,
+    )  # fmt: skip
+    check((out[:-2], lse[:, :-2]), (want, want_lse), dtype)
+    assert bool((out[-2:] == 0).all())
+    assert bool((lse[:, -2:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("q_len", [65, 128, 150])
+def test_many_query_tokens(target, q_len, paged):
+    q = torch.randn(2, q_len, 4, 32, device=target.device)
+    k_cache, v_cache = torch.randn(2, 2, 200, 2, 32, device=target.device)
+    lens = torch.tensor([200, 90], dtype=torch.int32, device=target.device)  # 90: the first tokens see nothing
+    caches, table = (k_cache, v_cache), None
+    if paged:
+        *caches, table = to_pages(k_cache.transpose(1, 2), v_cache.transpose(1, 2), 16, lens, layout="bnhd")
+    for options, want in (
+        ({"causal": True}, {}), ({}, {"causal": False}), ({"causal": True, "window_size": (30, 0)}, {"window": 30})
+    ):  # fmt: skip
+        got = flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=lens, block_table=table, return_softmax_lse=True, **options
+        )
+        want = reference(q, k_cache, v_cache, layout="bnhd", kv_lens=lens, return_lse=True, **want)
+        check(got, [x.cpu() for x in want], torch.float32)
+    got = flash_attn_with_kvcache(q, k_cache, v_cache, causal=True)
+    assert max_error(got, reference(q, k_cache, v_cache, layout="bnhd")) < LOOSE[torch.float32]
+
+
+@pytest.mark.parametrize(("lengths", "new"), [(None, 70), ([2, 0, 5], 5), ([70, 1, 3], 2)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_append_and_rotate_blocks(target, lengths, new, causal):
+    """Queries that are cut into blocks turn by their own positions, as in one piece."""
+    cos, sin = make_tables(200, 24, torch.float32, target.device)
+    k_cache, v_cache = torch.randn(2, 3, 150, 2, 32, device=target.device)
+    k, v = torch.randn(2, 3, new, 2, 32, device=target.device)
+    lens = torch.tensor([0, 61, 80], dtype=torch.int32, device=target.device)
+    own = lengths or [70, 70, 70]
+    q = torch.randn(sum(own), 4, 32, device=target.device)
+    owner = torch.arange(3).repeat_interleave(torch.tensor(own))
+    offset = torch.cat([torch.arange(n) for n in own])
+    m = (lens.cpu()[owner] + (offset if causal else 0)).to(target.device)
+    turned = rotate(q, cos[m][:, None], sin[m][:, None], True)
+    n = lens.long()[:, None] + torch.arange(new, device=target.device)
+    want_k = put(k_cache, lens, rotate(k, cos[n][:, :, None], sin[n][:, :, None], True))
+    caches = zip(want_k, put(v_cache, lens, v), strict=True)
+    want = one_by_one(turned.split(own), caches, lens + new, {"causal": causal})
+    if lengths is None:
+        got = flash_attn_with_kvcache(q.view(3, 70, 4, 32), k_cache, v_cache, k, v, cos, sin, lens, causal=causal)
+        got = got.flatten(0, 1)
+    else:
+        got = flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cos, sin, lens, cu_seqlens_q=starts_of(own, target.device),
+            max_seqlen_q=max(own), causal=causal,
+        )  # fmt: skip
+    assert max_error(got.cpu(), want[0]) <= 4 * LOOSE[torch.float32]
+    assert max_error(k_cache, want_k) <= 4 * LOOSE[torch.float32]
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("paged", [False, True])
+def test_alibi_slopes_of_each_sequence(target, q_len, paged):
+    q, k_cache, v_cache, _, _ = make(target, torch.float32, q_len=q_len)
+    lens = torch.tensor([40, 0, 13], dtype=torch.int32, device=target.device)
+    slopes, caches, table = torch.rand(3, 4, device=target.device), (k_cache, v_cache), None
+    if paged:
+        *caches, table = to_pages(k_cache.transpose(1, 2), v_cache.transpose(1, 2), 16, lens, layout="bnhd")
+    got = flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lens, block_table=table, causal=True, alibi_slopes=slopes, return_softmax_lse=True
+    )
+    for b in range(3):
+        one = slice(b, b + 1)
+        want = attend(q[one], k_cache[one], v_cache[one], lens[one], causal=True, slopes=slopes[b])
+        check([x[one] for x in got], want, torch.float32)
+    nobody = flash_attn_with_kvcache(q[:0], k_cache[:0], v_cache[:0], alibi_slopes=slopes[:0])
+    assert nobody.shape == (0, q_len, 4, 32)
+    with pytest.raises(ValueError, match="alibi_slopes must have one row per sequence, 3, got 2"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, alibi_slopes=slopes[:2])
+    with pytest.raises(ValueError, match=r"alibi_slopes must have shape \[4\], got \[3\]"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, alibi_slopes=slopes[:, :3])
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 2], [70, 1, 130]], ids=str)
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed_keys(target, lengths, paged):
+    """flash_attn_varlen_func(): what a sequence sees begins and ends with its own keys."""
+    keys = [75, 4, 131]
+    q = torch.randn(sum(lengths), 4, 32, device=target.device)
+    k, v = torch.randn(2, sum(keys), 2, 32, device=target.device)
+    lens = torch.tensor(keys, device=target.device)
+    slopes, sinks = torch.rand(3, 4, device=target.device), torch.randn(4, device=target.device)
+    parts = list(zip(k.split(keys), v.split(keys), strict=True))
+    caches, table = (k, v), None
+    if paged:
+        padded = (
+            torch.stack([torch.cat((x, x.new_zeros(131 - len(x), 2, 32))) for x in y.split(keys)]) for y in (k, v)
+        )
+        *caches, table = to_pages(*(x.transpose(1, 2) for x in padded), 16, lens, layout="bnhd")
+    starts = starts_of(lengths, target.device), starts_of(keys, target.device)
+    for options, want in (
+        ({"causal": True}, {}),
+        ({}, {"causal": False}),
+        ({"causal": True, "window_size": (10, 10), "softcap": 2.0}, {"window": 10, "softcap": 2.0}),
+        ({"causal": True, "s_aux": sinks}, {"sinks": sinks}),
+        ({"causal": True, "alibi_slopes": slopes}, {}),
+    ):
+        got = flash_attn_varlen_func(q, *caches, *starts, max(lengths), 131, block_table=table, **options)
+        own = slopes if "alibi_slopes" in options else None
+        want, _ = one_by_one(q.split(lengths), parts, lens, want, own)
+        assert max_error(got.cpu(), want) <= 4 * LOOSE[torch.float32]
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 100])
+def test_the_dense_function(target, q_len):
+    q, k_cache, v_cache, _, _ = make(target, torch.float32, q_len=q_len, capacity=100)
+    for causal in (True, False):
+        got = flash_attn_func(q, k_cache, v_cache, causal=causal)
+        assert max_error(got, reference(q, k_cache, v_cache, layout="bnhd", causal=causal)) < LOOSE[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_graph_follows_the_starts_of_packed_queries():
+    q = torch.randn(80, 4, 32, device="cuda")
+    k_cache, v_cache = torch.randn(2, 3, 150, 2, 32, device="cuda")
+    lens = torch.tensor([80, 40, 150], dtype=torch.int32, device="cuda")
+    starts = starts_of([80, 0, 0], "cuda")
+
+    def step():
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=80, causal=True
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for lengths in ([80, 0, 0], [1, 70, 9], [10, 10, 60]):
+        starts.copy_(starts_of(lengths, "cuda"))
+        graph.replay()
+        want, _ = one_by_one(q.split(lengths), zip(k_cache, v_cache, strict=True), lens, {})
+        assert max_error(out.cpu(), want) <= 4 * LOOSE[torch.float32]
+
+
+@pytest.mark.compiles
+def test_torch_compile_traces_packed_queries(target):
+    q = torch.randn(75, 4, 32, device=target.device)
+    k_cache, v_cache = torch.randn(2, 3, 150, 2, 32, device=target.device)
+    lens, starts = torch.tensor([80, 40, 150], device=target.device), starts_of([70, 2, 3], target.device)
+
+    def step(q, k_cache, v_cache, lens, starts):
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=70, causal=True
+        )
+
+    with torch.no_grad():
+        got = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k_cache, v_cache, lens, starts)
+        assert max_error(got, step(q, k_cache, v_cache, lens, starts)) < LOOSE[torch.float32]
+
+
+def test_starts_that_do_not_fit_are_refused():
+    q, cache, starts = torch.zeros(5, 4, 16), torch.zeros(2, 20, 2, 16), torch.tensor([0, 2, 5])
+    good = {"cache_seqlens": 9, "cu_seqlens_q": starts, "max_seqlen_q": 3}
+    assert flash_attn_with_kvcache(q, cache, cache, **good).shape == (5, 4, 16)
+    for options, message in (
+        ({"max_seqlen_q": None}, "max_seqlen_q must be given with cu_seqlens_q, got None"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q must be at least that of cu_seqlens_q, 3, got 2"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 6])}, "cu_seqlens_q must rise from 0 to at most 5, got 0 to 6"),
+        ({"cu_seqlens_q": torch.tensor([0, 4, 3])}, "cu_seqlens_q must rise"),
+        ({"cu_seqlens_q": torch.tensor([0])}, "cu_seqlens_q must have shape"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 3, 5])}, "must have the batch of q, 3, got 2"),
+        ({"cache_seqlens": torch.tensor([9, 9, 9])}, r"kv_lens must have shape \[2\], got \[3\]"),
+        ({"cache_seqlens": 21}, "kv_lens must lie from 0 to 20"),
+        ({"max_seqlen_q": 65, "window_size": (4, -1)}, "causal must be True for window_size or alibi_slopes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attn_with_kvcache(q, cache, cache, **good | options)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be int32 or int64, got torch\.float32"):
+        flash_attn_with_kvcache(q, cache, cache, **good | {"cu_seqlens_q": starts.float()})
+    with pytest.raises(ValueError, match=r"q must have shape \[total_q, H, D\] with cu_seqlens_q"):
+        flash_attn_with_kvcache(q[None], cache, cache, **good)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must have shape \[3\] as cu_seqlens_q, got \[2\]"):
+        flash_attn_varlen_func(q, cache[0], cache[0], starts, starts[:2], 3, 20)
+    for options in ({"dropout_p": 0.1}, {"return_attn_probs": True}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            flash_attn_varlen_func(q, cache[0], cache[0], starts, starts, 3, 20, **options)
+
+
 @pytest.mark.compiles
 def test_torch_compile_traces_all_of_it(target):
     q, k_cache, v_cache, k, v = make(target, torch.float32, new=1)
@@ -242,8 +518,10 @@ def test_torch_compile_traces_all_of_it(target):
         ("seqused_k", "here it is cache_seqlens"),
         ("return_lse", "here it is return_softmax_lse"),
         ("logits_soft_cap", "here it is softcap"),
-        ("sinks", "use flash_decode.. and its sinks"),
-        ("s_aux", "use flash_decode.. and its sinks"),
+        ("sinks", "here it is s_aux"),
+        ("learnable_sink", "here it is s_aux"),
+        ("tree_mask", "use flash_decode.. and its tree_mask"),
+        ("cu_seqlens_k_new", "use append_kv.. and its new_lens"),
         ("colour", "unexpected keyword argument 'colour'"),
     ],
 )

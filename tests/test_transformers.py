@@ -32,6 +32,7 @@ from transformers import (
 
 from flash_decoding import reference
 from flash_decoding.cli.generate import find_demo_model, load_model
+from flash_decoding.integrations import transformers as integration
 from flash_decoding.integrations.transformers import attention, decode_calls, register, reset_decode_calls
 
 LAYERS, NEW_TOKENS = 2, 12
@@ -79,16 +80,83 @@ def test_greedy_tokens_equal_sdpa_and_every_decode_step_is_ours(family, inputs, 
     assert decode_calls() == LAYERS * (NEW_TOKENS - 1)  # the first new token comes from the prefill
 
 
-@pytest.mark.parametrize("config", [
-    MistralConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=24, sliding_window=8),
-    Gemma3TextConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=8,
-                     layer_types=["sliding_attention", "full_attention"]),
-], ids=["mistral", "gemma3"])  # fmt: skip
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+WINDOWED: dict[str, PretrainedConfig] = {
+    "mistral": MistralConfig(**SMALL | HEADS, sliding_window=8),
+    "gemma3": Gemma3TextConfig(**SMALL | HEADS, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    "gemma2": Gemma2Config(**SMALL | HEADS, sliding_window=8, attn_logit_softcapping=3.0),
+    "gpt-oss": GptOssConfig(**SMALL | HEADS, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def make_windowed_model(family: str, attn_implementation: str, device: str = "cpu") -> torch.nn.Module:
+    model = make_model(WINDOWED[family], attn_implementation, device)
+    for name, x in model.named_parameters():
+        if name.endswith("sinks"):  # as large as scores are, so that they count
+            torch.nn.init.normal_(x, std=2.0)
+    return model
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_sliding_window_arrives_as_a_mask(config, cache):
-    want = generate(make_model(config, "sdpa"), PADDED, cache_implementation=cache)
-    got = generate(make_model(config, "split_kv"), PADDED, cache_implementation=cache)
+@pytest.mark.parametrize("inputs", [ALONE, PADDED], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_greedy_tokens_equal_eager_with_windows_softcaps_and_sinks(family, inputs, cache):
+    model = make_windowed_model(family, "eager")
+    want = generate(model, inputs, cache_implementation=cache)
+    model.set_attn_implementation("split_kv")
+    reset_decode_calls()
+    got = generate(model, inputs, cache_implementation=cache)
     assert torch.equal(got, want)
+    assert decode_calls() == LAYERS * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize(("family", "what"), [("gemma2", "softcap"), ("gpt-oss", "sinks")])
+def test_the_softcap_and_the_sinks_of_these_models_count(family, what):
+    """Without them the same weights write something else, so the test above can fail."""
+    model = make_windowed_model(family, "split_kv")
+    want = generate(model, ALONE)
+    for layer in model.model.layers:
+        if what == "softcap":
+            layer.self_attn.attn_logit_softcapping = None
+        else:
+            torch.nn.init.constant_(layer.self_attn.sinks, -1e4)
+    assert not torch.equal(generate(model, ALONE), want)
+
+
+@pytest.mark.parametrize("scores", [1, 500, 2**26])  # one token at a time, a few, all
+@pytest.mark.parametrize("mask", ["none", "causal", "random", "bidirectional"])
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"s_aux": True}, {"softcap": 2.0, "s_aux": True}], ids=str)
+def test_prefill_with_a_softcap_and_sinks(options, mask, scores, monkeypatch):
+    monkeypatch.setattr(integration, "_MAX_SCORES", scores)
+    options, q_len = dict(options), 9
+    q, k, v = torch.randn(2, 6, q_len, 32), torch.randn(2, 2, 12, 32), torch.randn(2, 2, 12, 16)
+    if "s_aux" in options:
+        options["s_aux"] = torch.randn(6)
+    seen = torch.ones(q_len, 12, dtype=torch.bool).tril().expand(2, 1, q_len, 12)
+    if mask == "random":
+        seen = seen & (torch.rand(2, 1, q_len, 12) < 0.7)
+        seen[..., 0] = True
+    causal = mask != "bidirectional"
+    out, weights = attention(
+        Layer(0), q, k, v, None if mask in ("none", "bidirectional") else seen, is_causal=causal, **options
+    )
+    assert weights is None
+    assert out.shape == (2, q_len, 6, 16)
+    for t in range(q_len):
+        visible = seen[:, 0, t] if causal else torch.ones(2, 12, dtype=torch.bool)
+        want = reference(
+            q[:, :, t : t + 1], k, v, key_mask=visible, causal=False, softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+        )  # fmt: skip
+        torch.testing.assert_close(out[:, t : t + 1], want.transpose(1, 2).float(), rtol=0, atol=1e-5)
+
+
+def test_prefill_with_a_softcap_can_be_trained():
+    q, k, v = (torch.randn(1, 2, 4, 16, requires_grad=True) for _ in range(3))
+    attention(Layer(0), q, k, v, None, softcap=2.0)[0].sum().backward()
+    assert all(bool(x.grad.abs().sum() > 0) for x in (q, v))
+    with pytest.raises(TypeError, match="attention_mask must be bool"):
+        attention(Layer(0), q, k, v, torch.zeros(1, 1, 4, 4), softcap=2.0)
 
 
 def test_inference_mode_gives_the_same_tokens():
@@ -175,8 +243,6 @@ def test_a_mask_updated_in_place_is_read_again_in_the_next_step(inference):
 
 
 def test_the_range_of_a_mask_is_found_once_per_step(monkeypatch):
-    from flash_decoding.integrations import transformers as integration
-
     found = []
     monkeypatch.setattr(
         integration, "_find_range", lambda mask, find=integration._find_range: found.append(mask) or find(mask)
@@ -187,7 +253,7 @@ def test_the_range_of_a_mask_is_found_once_per_step(monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("softcap", 30.0), ("s_aux", torch.zeros(6)), ("position_bias", torch.zeros(1, 6, 1, 70)),
+    [("sinks", torch.zeros(6)), ("position_bias", torch.zeros(1, 6, 1, 70)),
      ("head_mask", torch.ones(6)), ("output_attentions", True), ("dropout", 0.1)],
 )  # fmt: skip
 def test_an_option_we_lack_is_refused_by_name(option, value):
@@ -234,23 +300,6 @@ def test_registering_again_wraps_nothing_twice():
     before = PreTrainedModel.get_correct_attn_implementation
     register()
     assert PreTrainedModel.get_correct_attn_implementation is before
-
-
-def test_a_model_with_a_softcap_is_refused_before_its_first_call():
-    config = Gemma2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose softcap of 50"):
-        make_model(config, "split_kv")
-    model = make_model(config, "eager")
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose softcap of 50"):
-        model.set_attn_implementation("split_kv")
-    config.attn_logit_softcapping = None
-    assert generate(make_model(config, "split_kv"), ALONE).shape == (1, 13 + NEW_TOKENS)
-
-
-def test_a_model_with_sinks_is_refused_at_its_first_call():
-    config = GptOssConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=2)
-    with pytest.raises(ValueError, match="s_aux"):
-        generate(make_model(config, "split_kv"), ALONE)
 
 
 def test_a_model_with_position_bias_is_refused():
@@ -302,6 +351,7 @@ class TestDemoModel:
         assert (torch.stack(got.logits) - torch.stack(want.logits)).abs().max() < 1e-3
 
 
+@pytest.mark.compiles  # Transformers compiles the steps of a static cache on a GPU
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])  # on a GPU Transformers compiles the static one
@@ -313,6 +363,17 @@ def test_greedy_tokens_equal_sdpa_on_a_gpu(family, inputs, cache):
     model.set_attn_implementation("split_kv")
     got = generate(model, inputs, cache_implementation=cache)
     assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_greedy_tokens_equal_eager_on_a_gpu(family, cache):
+    model = make_windowed_model(family, "eager", "cuda")
+    want = generate(model, PADDED, cache_implementation=cache)
+    model.set_attn_implementation("split_kv")
+    assert torch.equal(generate(model, PADDED, cache_implementation=cache), want)
 
 
 @pytest.mark.gpu
@@ -337,8 +398,6 @@ def test_a_captured_step_follows_a_mask_updated_in_place():
 
 def test_a_static_cache_is_not_copied():
     """The cache's own memory reaches flash_decode(): the same storage, KV heads not repeated."""
-    from flash_decoding.integrations import transformers as integration
-
     model = make_model(CONFIGS["llama"], "split_kv")
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache = StaticCache(config=model.config, max_cache_len=64)

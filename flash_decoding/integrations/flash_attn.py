@@ -1,4 +1,8 @@
-"""flash_attn_with_kvcache() as flash-attn 2 has it: the same names, order and defaults, on our kernels."""
+"""flash-attn's functions under their own names, order and defaults, on our kernels.
+
+flash_attn_with_kvcache() is what decoding calls; the two others are what a library wants beside it that takes
+flash-attn as a module, Transformers' continuous batching for one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_decoding.api import flash_decode
 from flash_decoding.append import append_kv
-from flash_decoding.problem import Call, find_errors
+from flash_decoding.integrations.query_blocks import attend, attend_blocks, block_options, cut, pack, unpack
+from flash_decoding.problem import MAX_Q_LEN, Call, make_problem
 
 # What other libraries call the same thing, and what it is called here.
 _ALIASES = {
@@ -21,13 +25,16 @@ _ALIASES = {
     "block_table": ("block_tables", "page_tables"),
     "k_cache and v_cache": ("kv_cache", "paged_kv_cache"),
     "return_softmax_lse": ("return_lse", "return_attn_probs"),
+    "s_aux": ("sinks", "learnable_sink", "attn_sink"),
 }
 _OURS = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
-# Options that flash-attn 2 does not have: they are options of flash_decode().
-_DECODE_ONLY = {
-    "sinks": "sinks", "s_aux": "sinks", "learnable_sink": "sinks", "attn_sink": "sinks", "tree_mask": "tree_mask",
-    "key_mask": "key_mask", "attn_mask": "key_mask", "q_lens": "q_lens", "cu_seqlens_q": "q_lens",
-    "workspace": "workspace", "split_size": "split_size", "out": "out",
+# What is an option of another function of ours.
+_ELSEWHERE = {
+    "tree_mask": "flash_decode() and its tree_mask", "key_mask": "flash_decode() and its key_mask",
+    "attn_mask": "flash_decode() and its key_mask", "q_lens": "flash_decode() and its q_lens",
+    "workspace": "flash_decode() and its workspace", "split_size": "flash_decode() and its split_size",
+    "out": "flash_decode() and its out", "cu_seqlens_k_new": "append_kv() and its new_lens",
+    "qv": "flash_decode() with keys as wide as both parts",
 }  # fmt: skip
 
 
@@ -53,15 +60,24 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attn 2's function of this name: append k and v to the cache if given, then attend to it.
 
-    Differs from flash-attn in three things: a row of q that sees no key has LSE -inf (flash-attn: +inf), q holds at
-    most 64 tokens, and window_size has no right side other than those below.
+    The arguments up to return_softmax_lse are flash-attn 2's, those behind it are of version 3 and of vLLM's edition.
+    Differs from flash-attn in two things: a row of q that sees no key has LSE -inf (flash-attn: +inf), and window_size
+    has no right side other than those below.
+
+    More than 64 tokens per sequence, and packed ones, are cut into blocks of up to 64 tokens of one sequence. Every
+    block reads the keys that it sees, and q and the result are copied once more, the cache never. That is exact, also
+    for a whole prompt, but kernels made for prompts are faster there. A dense cache is then addressed as pages of N
+    keys, for each N of which a GPU compiles its kernel once.
 
     Args:
-        q: [B, Sq, Hq, D], float16, bfloat16 or float32, as for flash_decode().
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32, as for flash_decode(); with cu_seqlens_q [total_q, Hq, D].
         k_cache: [B_cache, N, Hkv, D], or with a block_table [pages, page_size, Hkv, D].
         v_cache: likewise, Dv wide.
         k: [B, L, Hkv, D], new keys, written in place to positions cache_seqlens[b] + i of the cache before attending.
@@ -80,18 +96,26 @@ def flash_attn_with_kvcache(
         softmax_scale: None means 1/sqrt(D).
         causal: aligned to the last key: token i of q sees keys up to N_b - Sq + i, N_b with the appended ones.
         window_size: (left, right), keys besides its own position that a token sees; -1 means no limit. right must be
-            -1, 0, or at least Sq - 1; with causal it does not matter.
+            -1, 0, or at least Sq - 1; with causal it does not matter. More than 64 tokens per sequence need causal, or
+            right 0, for a left side.
         softcap: 0 means off.
         rotary_interleaved: pairs are 2 d and 2 d + 1 (True, the default as in flash-attn), or d and d + rotary_dim / 2.
-        alibi_slopes: [Hq] float32; None means off.
+        alibi_slopes: [Hq] or [B, Hq] float32; None means off. Slopes that differ by sequence cost a call for each
+            sequence (for each block where q is cut). More than 64 tokens per sequence need causal with it.
         num_splits: 0 lets the planner choose.
         return_softmax_lse: return (out, lse) instead of out.
         page_table: flash-attn 3's name for block_table.
+        cu_seqlens_q: [B + 1] int32 or int64 on the device of q, where each sequence's tokens begin in a packed q, and
+            where the last one's end; tokens behind that belong to nobody and get zeros. Not read on the host, except
+            on the CPU. None means a q that is not packed.
+        max_seqlen_q: the most tokens of a sequence, or any larger number; must be given with cu_seqlens_q, and does
+            not matter without. On a GPU, results are undefined where a sequence has more.
+        s_aux: [Hq], attention sinks, of any dtype: one more logit per head in the denominator; None means off.
         unknown: raises a TypeError, which names the right option where it is another library's name for it.
 
     Returns:
         out: [B, Sq, Hq, Dv], dtype of q, zero for a row that sees no key. lse, with return_softmax_lse: [B, Hq, Sq]
-        float32, natural log, -inf for such a row.
+        float32, natural log, -inf for such a row. With cu_seqlens_q [total_q, Hq, Dv] and [Hq, total_q].
 
     Raises:
         ValueError: shapes, devices or values that do not fit.
@@ -109,12 +133,11 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             raise ValueError("page_table must be None when block_table is given: it is another name for it")
         block_table = page_table
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape [B, L, H, D], got {list(x.shape)}")
+    _check_arrays(q, k_cache, v_cache, packed=cu_seqlens_q is not None)
     batch, q_len = q.shape[:2]
+    if cu_seqlens_q is not None:
+        _check_starts("q", cu_seqlens_q, q, max_seqlen_q)
+        batch, q_len = cu_seqlens_q.shape[0] - 1, max(int(max_seqlen_q or 0), 1)
     if cache_batch_idx is not None:
         if block_table is not None:
             raise ValueError("cache_batch_idx must be None with a block_table, which has a row for each sequence of q")
@@ -126,33 +149,241 @@ def flash_attn_with_kvcache(
     causal, window, advances = _masks(causal, window_size, q_len, capacity)
     if cache_seqlens is None and k is not None:
         raise ValueError("cache_seqlens must be given with k, got None")
+    in_blocks = cu_seqlens_q is not None or q_len > MAX_Q_LEN
     lens = cache_seqlens
-    if isinstance(lens, int) or (lens is None and block_table is not None):
+    if isinstance(lens, int) or (lens is None and (block_table is not None or in_blocks)):
         lens = torch.full((batch,), capacity if lens is None else lens, dtype=torch.int32, device=q.device)
 
-    kv_lens, q = lens, _last_contiguous(q)
-    decoding: dict[str, Any] = {
-        "layout": "bnhd", "kv_start": cache_leftpad, "block_table": block_table, "scale": softmax_scale,
-        "causal": causal, "window": window, "softcap": softcap or None, "alibi_slopes": alibi_slopes,
-        "num_splits": num_splits or None,
-    }  # fmt: skip
-    if k is not None and not torch.compiler.is_compiling():
-        # What decoding would refuse is refused before anything is written.
-        for error in find_errors(Call(q, k_cache, v_cache, kv_lens=lens, **decoding)):
-            raise error
+    q, kv_lens = _last_contiguous(q), lens
+    decoding = _decoding(
+        cache_leftpad, block_table, softmax_scale, causal, window, softcap, alibi_slopes, num_splits, s_aux, q_len
+    )  # fmt: skip
+    taken_apart = in_blocks or (isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2)
+    if (k is not None or taken_apart) and not torch.compiler.is_compiling():
+        # What decoding would refuse is refused before anything is written, and before arrays are taken apart.
+        _refuse(q, batch, k_cache, v_cache, lens, decoding)
     if k is not None and v is not None and lens is not None:
+        turning = None if rotary_cos is None else q
+        if turning is not None and cu_seqlens_q is not None:
+            turning = unpack(q, cu_seqlens_q, q_len)
         rotated = append_kv(
             _last_contiguous(k), _last_contiguous(v), k_cache, v_cache, lens, layout="bnhd", block_table=block_table,
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-            q=None if rotary_cos is None else q, q_advances=advances,
+            q=turning, q_advances=advances,
         )  # fmt: skip
-        q = q if rotated is None else rotated
+        if rotated is not None:
+            q = rotated if cu_seqlens_q is None else pack(rotated, cu_seqlens_q, q.shape[0])
         kv_lens = lens + k.shape[1]
     elif k is not None or v is not None:
         raise ValueError(f"{'v' if v is None else 'k'} must be given with {'k' if v is None else 'v'}, got None")
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("k must be given with rotary_cos and rotary_sin, got None")
-    return flash_decode(q, k_cache, v_cache, kv_lens=kv_lens, return_lse=return_softmax_lse, **decoding)
+
+    if not in_blocks:
+        out, lse = attend(q, k_cache, v_cache, decoding | {"kv_lens": kv_lens}, return_softmax_lse)
+        return out if lse is None else (out, lse)
+    if block_table is None:
+        decoding["block_table"] = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    starts = cu_seqlens_q
+    if starts is None:
+        starts = torch.arange(batch + 1, device=q.device) * q_len
+    tokens = q if cu_seqlens_q is not None else q.flatten(0, 1)
+    blocks = cut(starts, tokens.shape[0], q_len)
+    assert kv_lens is not None, "blocks come with lengths"
+    options = block_options(blocks, kv_lens, decoding)
+    out, lse = attend_blocks(tokens, k_cache, v_cache, blocks, options, return_softmax_lse)
+    if cu_seqlens_q is None:
+        out = out.unflatten(0, (batch, q_len))
+        lse = None if lse is None else lse.unflatten(1, (batch, q_len)).transpose(0, 1).contiguous()
+    return out if lse is None else (out, lse)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """flash-attn 2's function of this name, forward only: packed queries against packed or paged keys.
+
+    Queries are cut into blocks as in flash_attn_with_kvcache(), whose arguments of the same names these are. Keys and
+    values are never copied.
+
+    Args:
+        q: [total_q, Hq, D].
+        k: [total_k, Hkv, D], or with a block_table [pages, page_size, Hkv, D].
+        v: likewise, Dv wide.
+        cu_seqlens_q: [B + 1] int32 or int64.
+        cu_seqlens_k: [B + 1], where each sequence's keys begin; with a block_table only the lengths between count.
+        max_seqlen_q: the most query tokens of a sequence, or any larger number.
+        max_seqlen_k: the most keys of a sequence. Nothing depends on it.
+        dropout_p: must be 0.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, block_table, s_aux: as there.
+        deterministic: does not matter, results always are.
+        return_attn_probs: must be False.
+
+    Returns:
+        out: [total_q, Hq, Dv], dtype of q, zero for a row that sees no key.
+
+    Raises:
+        ValueError, TypeError: as there.
+
+    Example:
+        >>> q, k, v = torch.randn(5, 8, 64), torch.randn(90, 2, 64), torch.randn(90, 2, 64)
+        >>> starts_q, starts_k = torch.tensor([0, 4, 5]), torch.tensor([0, 60, 90])
+        >>> flash_attn_varlen_func(q, k, v, starts_q, starts_k, 4, 60, causal=True).shape
+        torch.Size([5, 8, 64])
+    """
+    _refuse_training(dropout_p, return_attn_probs)
+    if block_table is not None:
+        return flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, s_aux=s_aux,
+        )  # type: ignore[return-value]  # fmt: skip
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have shape [total, H, D], got {list(x.shape)}")
+    _check_starts("q", cu_seqlens_q, q, max_seqlen_q)
+    _check_starts("k", cu_seqlens_k, k, max_seqlen_k)
+    batch, q_len = cu_seqlens_q.shape[0] - 1, max(int(max_seqlen_q), 1)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(f"cu_seqlens_k must have shape [{batch + 1}] as cu_seqlens_q, got {list(cu_seqlens_k.shape)}")
+    causal, window, _ = _masks(causal, window_size, q_len, k.shape[0])
+    # All keys are one long sequence, of which each sequence of queries sees its part.
+    decoding = _decoding(
+        cu_seqlens_k[:-1], None, softmax_scale, causal, window, softcap, alibi_slopes, 0, s_aux, q_len
+    )  # fmt: skip
+    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    if not torch.compiler.is_compiling():
+        keys, values = k.expand(batch, *k.shape), v.expand(batch, *v.shape)
+        _refuse(q, batch, keys, values, cu_seqlens_k[1:], decoding)
+    blocks = cut(cu_seqlens_q, q.shape[0], q_len)
+    keys, values = (x.expand(blocks.sequence.shape[0], *x.shape) for x in (k, v))
+    return attend_blocks(q, keys, values, blocks, block_options(blocks, cu_seqlens_k[1:], decoding), False)[0]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """flash-attn 2's function of this name, forward only: flash_attn_with_kvcache() on the whole of k and v.
+
+    Args:
+        q: [B, Sq, Hq, D].
+        k: [B, N, Hkv, D].
+        v: [B, N, Hkv, Dv].
+        dropout_p: must be 0.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux: as there.
+        deterministic: does not matter, results always are.
+        return_attn_probs: must be False.
+
+    Returns:
+        out: [B, Sq, Hq, Dv], dtype of q, zero for a row that sees no key.
+
+    Raises:
+        ValueError, TypeError: as there.
+    """
+    _refuse_training(dropout_p, return_attn_probs)
+    return flash_attn_with_kvcache(
+        q, _last_contiguous(k), _last_contiguous(v), softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux,
+    )  # type: ignore[return-value]  # fmt: skip
+
+
+def _decoding(
+    kv_start: Tensor | None, block_table: Tensor | None, scale: float | None, causal: bool, window: int | None,
+    softcap: float, alibi_slopes: Tensor | None, num_splits: int, s_aux: Tensor | None, q_len: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Options of flash_decode(), those that are per sequence not yet per block."""
+    if q_len > MAX_Q_LEN and not causal and (window is not None or alibi_slopes is not None):
+        raise ValueError(
+            f"causal must be True for window_size or alibi_slopes with more than {MAX_Q_LEN} query tokens, got False"
+        )
+    return {
+        "layout": "bnhd", "kv_start": kv_start, "block_table": block_table, "scale": scale, "causal": causal,
+        "window": window, "softcap": softcap or None, "alibi_slopes": alibi_slopes, "num_splits": num_splits or None,
+        "sinks": s_aux.float() if isinstance(s_aux, Tensor) else s_aux,
+    }  # fmt: skip
+
+
+def _refuse(q: Tensor, batch: int, k: Tensor, v: Tensor, kv_lens: Tensor | None, decoding: dict[str, Any]) -> None:
+    """Raise what flash_decode() would refuse, asked about one token per sequence where it does not get q as it is."""
+    if q.ndim == 3:
+        q = q.new_empty((batch, 1, *q.shape[1:]))
+    slopes = decoding["alibi_slopes"]
+    if isinstance(slopes, Tensor) and slopes.ndim == 2:
+        if slopes.shape[0] != batch:
+            raise ValueError(f"alibi_slopes must have one row per sequence, {batch}, got {slopes.shape[0]}")
+        decoding = decoding | {"alibi_slopes": slopes[0] if batch else None}
+    make_problem(Call(q[:, :MAX_Q_LEN], k, v, kv_lens=kv_lens, **decoding))
+
+
+def _check_arrays(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed: bool) -> None:
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if name == "q" and packed:
+            if x.ndim != 3:
+                raise ValueError(f"q must have shape [total_q, H, D] with cu_seqlens_q, got {list(x.shape)}")
+        elif x.ndim != 4:
+            raise ValueError(f"{name} must have shape [B, L, H, D], got {list(x.shape)}")
+
+
+def _check_starts(which: str, starts: Tensor, x: Tensor, most: int | None) -> None:
+    """cu_seqlens_q or cu_seqlens_k of the packed x; values are looked at on the CPU alone."""
+    name = f"cu_seqlens_{which}"
+    if not isinstance(starts, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(starts).__name__}")
+    if starts.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {starts.dtype}")
+    if starts.ndim != 1 or starts.shape[0] < 2:
+        raise ValueError(f"{name} must have shape [B + 1] for at least one sequence, got {list(starts.shape)}")
+    if starts.device != x.device:
+        raise ValueError(f"{name} must be on the device of {which}, {x.device}, got {starts.device}")
+    if most is None:
+        raise ValueError(f"max_seqlen_{which} must be given with {name}, got None")
+    if starts.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    low, high = (int(y) for y in torch.aminmax(starts.diff()))
+    if int(starts[0]) != 0 or low < 0 or int(starts[-1]) > x.shape[0]:
+        raise ValueError(f"{name} must rise from 0 to at most {x.shape[0]}, got {int(starts[0])} to {int(starts[-1])}")
+    if which == "q" and high > int(most):
+        raise ValueError(f"max_seqlen_q must be at least that of cu_seqlens_q, {high}, got {int(most)}")
+
+
+def _refuse_training(dropout_p: float, return_attn_probs: bool) -> None:
+    if dropout_p:
+        raise ValueError(f"dropout_p must be 0, there is no training, got {dropout_p}")
+    if return_attn_probs:
+        raise ValueError("return_attn_probs must be False, the weights are never formed, got True")
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
@@ -180,8 +411,6 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
     for name in unknown:
         if name in _OURS:
             raise TypeError(f"flash_attn_with_kvcache() has no argument {name!r}: here it is {_OURS[name]}")
-        if name in _DECODE_ONLY:
-            raise TypeError(
-                f"flash_attn_with_kvcache() has no argument {name!r}: use flash_decode() and its {_DECODE_ONLY[name]}"
-            )
+        if name in _ELSEWHERE:
+            raise TypeError(f"flash_attn_with_kvcache() has no argument {name!r}: use {_ELSEWHERE[name]}")
         raise TypeError(f"flash_attn_with_kvcache() got an unexpected keyword argument {name!r}")

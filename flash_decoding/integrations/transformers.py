@@ -1,22 +1,30 @@
 """Transformers: register() once, then load a model with attn_implementation="split_kv".
 
-Prefill (several query tokens) goes to SDPA. A decode step (one query token) goes to flash_decode(), which reads every
-key once for the whole group of query heads, so K and V are passed as the cache holds them and never repeated.
+A decode step (one query token) goes to flash_decode(), which reads every key once for the whole group of query heads,
+so K and V are passed as the cache holds them and never repeated. Prefill (several query tokens) goes to SDPA, or where
+the model has a soft cap or attention sinks, which SDPA lacks, to the same formula in plain torch.
+
+Continuous batching takes all its steps through us after enable_continuous_batching(model), or with the name that
+register_kernel() returns.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 try:
+    from packaging.version import parse as parse_version
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import __version__ as transformers_version
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import flash_attention_mask, sdpa_mask
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
@@ -26,14 +34,18 @@ except ModuleNotFoundError as error:
     ) from error
 
 from flash_decoding.api import flash_decode
+from flash_decoding.integrations.flash_attn import flash_attn_varlen_func
 
 # A name with "flash" in it would be taken for a kernel of the hub.
 NAME = "split_kv"
+# Continuous batching refuses a name without "flash". No 2 or 3 may follow, which promise flash-attn's own package.
+BATCHING_NAME = "flash_split_kv"
+# A kernel of the hub is OWNER/NAME. With "flash" and a 2, continuous batching on CUDA hands us its pages.
+KERNEL_NAME = "flash-decoding/flash-attn2"
 
 # Options of Transformers' attention calls that change the result and that flash_decode() does not have.
 _UNSUPPORTED = frozenset({
-    "softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "block_table",
-    "output_attentions",
+    "sinks", "position_bias", "head_mask", "indices", "block_indices", "block_table", "output_attentions",
 })  # fmt: skip
 
 
@@ -49,7 +61,53 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionInterface.register(BATCHING_NAME, batched_attention)
+    AttentionMaskInterface.register(BATCHING_NAME, flash_attention_mask)
     _check_models()
+
+
+def enable_continuous_batching(model: PreTrainedModel) -> None:
+    """Let a loaded model's generate_batch() and continuous batching run through flash_decode(), prefill included.
+
+    Transformers takes our name in its registry, but loads any name with "flash" in it as a kernel of the hub when a
+    model is given one. So the name is put into the model's config, which nothing checks. generate() needs another
+    implementation then: model.set_attn_implementation("split_kv") brings that back.
+
+    Args:
+        model: on its device, in eval mode.
+
+    Raises:
+        ValueError: a model that does not call Transformers' attention interface, or Transformers before 5.24, where the
+            cache was no part of the model and register_kernel() is the only way.
+
+    Example:
+        >>> enable_continuous_batching(model)
+        >>> outputs = model.generate_batch([[1, 5, 7], [1, 9]], generation_config=generation_config)
+    """
+    if parse_version(transformers_version) < parse_version("5.24"):
+        raise ValueError(f"transformers must be at least 5.24 here, got {transformers_version}; use register_kernel()")
+    register()
+    if (error := _find_model_error(model)) is not None:
+        raise ValueError(f"model must call Transformers' attention interface, got {type(model).__name__}, {error}")
+    model.config._attn_implementation = BATCHING_NAME
+
+
+def register_kernel() -> str:
+    """Make our functions known to the kernels package as a kernel of the hub, and return its name.
+
+    Models then load with attn_implementation=name and use flash-attn's path in all of Transformers, continuous batching
+    and `transformers serve` included; on CUDA its decode steps read the pages of the cache in place. Needs the kernels
+    package, in the version that Transformers asks for. Nothing is fetched: the name is added to LOCAL_KERNELS, the
+    environment variable by which that package finds kernels on this machine, for this process and those it starts.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("path/to/model", attn_implementation=register_kernel())
+    """
+    entry = f"{KERNEL_NAME}={Path(__file__).parent / 'hub_kernel'}"
+    entries = [x for x in os.environ.get("LOCAL_KERNELS", "").split(":") if x]
+    if entry not in entries:
+        os.environ["LOCAL_KERNELS"] = ":".join([*entries, entry])
+    return KERNEL_NAME
 
 
 def _check_models() -> None:
@@ -78,13 +136,10 @@ def _check_models() -> None:
 
 
 def _find_model_error(model: PreTrainedModel) -> str | None:
-    """Why the model cannot use us, as far as its class and config tell before its first call."""
+    """Why the model cannot use us, as far as its class tells before its first call."""
     # Many classes that use the interface do not set the flag, so Transformers' look at their source counts as well.
     if not (model._supports_attention_backend or model._can_set_attn_implementation()):
         return "which does not call Transformers' attention interface"
-    softcap = getattr(model.config, "attn_logit_softcapping", None)
-    if softcap:
-        return f"whose softcap of {softcap:g} (attn_logit_softcapping) is not supported"
     return None
 
 
@@ -96,6 +151,8 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls for every layer and step.
@@ -107,6 +164,8 @@ def attention(
         attention_mask: None, or [B, 1, Lq, N] bool, True where a key is visible.
         dropout: must be 0 in a decode step.
         scaling: multiplies q·k; None means 1/sqrt(D).
+        softcap: a score becomes softcap * tanh(score / softcap); None means off.
+        s_aux: [Hq], attention sinks, of any dtype: one more logit per head in the denominator; None means off.
         options: what else the model passes. Those that would change the result and that we lack are refused.
 
     Returns:
@@ -115,17 +174,16 @@ def attention(
     Raises:
         ValueError, TypeError: an option, mask or input that a decode step cannot have.
     """
-    for name, option in options.items():
-        if name in _UNSUPPORTED and option is not None and option is not False:
-            raise ValueError(
-                f"{name} must be None for attn_implementation={NAME!r}, which does not support it; {_HINT}"
-            )
+    _refuse_options(NAME, options)
     if query.shape[2] != 1:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )
-    if dropout:
-        raise ValueError(f"dropout must be 0 for attn_implementation={NAME!r}, got {dropout}; call model.eval() first")
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+            )
+        is_causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+        return _prefill(query, key, value, attention_mask, causal, dropout, scaling, softcap, s_aux), None
+    _refuse_dropout(NAME, dropout)
 
     key_mask, kv_start, kv_lens = None, None, None
     if attention_mask is not None:
@@ -137,12 +195,131 @@ def attention(
         else:
             kv_start, kv_lens = _ranges.find(attention_mask, key_mask, layer)
     out = flash_decode(
-        query, key, value, scale=scaling, key_mask=key_mask, kv_start=kv_start, kv_lens=kv_lens
-    )  # [B, Hq, 1, Dv]
+        query, key, value, scale=scaling, key_mask=key_mask, kv_start=kv_start, kv_lens=kv_lens, softcap=softcap,
+        sinks=None if s_aux is None else s_aux.float(),
+    )  # [B, Hq, 1, Dv]  # fmt: skip
     assert isinstance(out, Tensor), "no lse was asked for"
-    if not torch.compiler.is_compiling():
-        _counter.calls += 1
+    _count()
     return out.transpose(1, 2), None
+
+
+def batched_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """The attention function of continuous batching: sequences of any lengths, packed one after the other.
+
+    Args:
+        module: the attention layer.
+        query: [1, Hq, total_q, D].
+        key, value: [1, Hkv, total_k, D], the keys of each sequence, cached and new, one after the other.
+        attention_mask: must be None.
+        dropout: must be 0.
+        scaling, softcap, s_aux: as for attention().
+        sliding_window: how many keys a query sees, itself among them; None means all.
+        is_causal: None means what the layer says.
+        cu_seq_lens_q, cu_seq_lens_k: [B + 1], where each sequence's queries and keys begin.
+        max_length_q: the most queries of a sequence, or any larger number.
+        options: what else the model passes. Those that would change the result and that we lack are refused.
+
+    Returns:
+        [1, total_q, Hq, D], and None for the weights, which are never formed.
+
+    Raises:
+        ValueError, TypeError: a call that continuous batching does not make.
+    """
+    _refuse_options(BATCHING_NAME, options)
+    _refuse_dropout(BATCHING_NAME, dropout)
+    if attention_mask is not None or cu_seq_lens_q is None or cu_seq_lens_k is None:
+        raise ValueError(
+            f"attn_implementation must be {NAME!r} outside of continuous batching, got {BATCHING_NAME!r}; call "
+            f"model.set_attn_implementation({NAME!r})"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # flash-attn does not count a token's own position.
+    left = -1 if sliding_window is None else sliding_window - 1
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = flash_attn_varlen_func(
+        q, k, v, cu_seq_lens_q, cu_seq_lens_k, q.shape[0] if max_length_q is None else max_length_q, k.shape[0],
+        softmax_scale=scaling, causal=causal, window_size=(left, left), softcap=softcap or 0.0, s_aux=s_aux,
+    )  # fmt: skip
+    _count()
+    return out[None], None
+
+
+def _refuse_options(name: str, options: dict[str, object]) -> None:
+    for option, x in options.items():
+        if option in _UNSUPPORTED and x is not None and x is not False:
+            raise ValueError(
+                f"{option} must be None for attn_implementation={name!r}, which does not support it; {_HINT}"
+            )
+
+
+def _refuse_dropout(name: str, dropout: float) -> None:
+    if dropout:
+        raise ValueError(f"dropout must be 0 for attn_implementation={name!r}, got {dropout}; call model.eval() first")
+
+
+# Scores that a prefill in plain torch holds at a time: 256 MB in float32.
+_MAX_SCORES = 2**26
+
+
+def _prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention of several query tokens, soft cap and sinks included, a few tokens at a time; [B, Lq, Hq, Dv].
+
+    Without a mask, causal is as SDPA has it: token t sees keys up to t.
+    """
+    batch, heads_q, q_len, head_dim = query.shape
+    heads_kv, kv_len = key.shape[1:3]
+    if attention_mask is not None:
+        _check_mask_dtype(attention_mask)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    rows = max(1, _MAX_SCORES // max(batch * heads_q * kv_len, 1))
+    n = torch.arange(kv_len, device=query.device)
+    outs = []
+    for first in range(0, q_len, rows):
+        q = query[:, :, first : first + rows]
+        # The heads of a group are rows of one product, so that keys are not repeated.
+        s = q.reshape(batch, heads_kv, -1, head_dim) @ key.transpose(2, 3) * scale
+        s = s.reshape(*q.shape[:3], kv_len)
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        seen = None
+        if attention_mask is not None:
+            seen = attention_mask[:, :, first : first + rows]
+        elif causal:
+            seen = n <= first + torch.arange(q.shape[2], device=query.device)[:, None]
+        if seen is not None:
+            s = s.masked_fill(~seen, torch.finfo(s.dtype).min)
+        if s_aux is not None:
+            s = torch.cat((s, s_aux.to(s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)), dim=3)
+        p = torch.softmax(s, dim=3, dtype=torch.float32)[..., :kv_len].to(query.dtype)
+        p = torch.nn.functional.dropout(p, dropout)
+        outs.append((p.reshape(batch, heads_kv, -1, kv_len) @ value).reshape(*q.shape[:3], value.shape[3]))
+    return torch.cat(outs, dim=2).transpose(1, 2)
 
 
 _HINT = "use 'eager' or another implementation"
@@ -168,12 +345,14 @@ class _Counter:
 _counter = _Counter()
 
 
+def _count() -> None:
+    if not torch.compiler.is_compiling():
+        _counter.calls += 1
+
+
 def _as_key_mask(attention_mask: Tensor, batch: int, kv_len: int) -> Tensor:
     """[B or 1, 1, 1, N] bool as [B, N] bool, without a copy."""
-    if attention_mask.dtype != torch.bool:
-        raise TypeError(
-            f"attention_mask must be bool for attn_implementation={NAME!r}, got {attention_mask.dtype}; {_HINT}"
-        )
+    _check_mask_dtype(attention_mask)
     shape = attention_mask.shape
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1:] != (1, 1, kv_len):
         raise ValueError(
@@ -181,6 +360,13 @@ def _as_key_mask(attention_mask: Tensor, batch: int, kv_len: int) -> Tensor:
             f"the same for all heads, got {list(shape)}; {_HINT}"
         )
     return attention_mask[:, 0, 0, :].expand(batch, kv_len)
+
+
+def _check_mask_dtype(attention_mask: Tensor) -> None:
+    if attention_mask.dtype != torch.bool:
+        raise TypeError(
+            f"attention_mask must be bool for attn_implementation={NAME!r}, got {attention_mask.dtype}; {_HINT}"
+        )
 
 
 def _find_range(key_mask: Tensor) -> tuple[Tensor, Tensor]:
