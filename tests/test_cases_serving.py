@@ -1,305 +1,247 @@
-"""More cases that libraries got wrong in public, about the options of serving caches; see test_cases.py.
-
-Where q = 0, every visible key weighs the same: values that count keys show which were seen.
-"""
+"""Public cases: graphs, scratch, devices, and arguments that do not fit."""
 
 import math
 
 import pytest
 import torch
-from helpers import DTYPES, LOOSE, assert_matches, decode_and_check, describe, make_inputs, max_error
-from paging import to_pages
+from cases import (
+    INTERPRETED,
+    LN,
+    NAN,
+    assert_same_bits,
+    decode,
+    dense_of,
+    forbid_launches,
+    int32,
+    reference_of_large,
+    repeatable,
+    zeros_and,
+)
+from helpers import LOOSE, assert_matches, describe, make_inputs, max_error
 
-from flash_decoding import explain, flash_decode, merge_states
+from flash_decoding import Workspace, explain, flash_decode, reference, workspace
 
-LN = math.log
-SPLITS = [{"num_splits": n} for n in (1, 2, 3, 4, 8)]
-
-
-def counting(kv_len, dtype, device, *, heads=1, tokens=1):
-    """q = 0, random k, and values that are their own index."""
-    q = torch.zeros(1, heads, tokens, 64, device=device)
-    k = torch.randn(1, heads, kv_len, 64, device=device)
-    v = torch.arange(kv_len, device=device).float()[:, None].expand(1, heads, kv_len, 64)
-    return q.to(dtype), k.to(dtype), v.to(dtype).contiguous()
-
-
-def decode(target, q, k, v, **options):
-    return flash_decode(q, k, v, return_lse=True, backend=target.backend, **options)
-
-
-def assert_constant(out, lse, value, log_sum, dtype):
-    """Every element of out is the value and every lse the logarithm."""
-    assert max_error(out, torch.full_like(out, value, dtype=torch.float64)) <= LOOSE[dtype] * max(1.0, abs(value))
-    assert max_error(lse, torch.full_like(lse, log_sum, dtype=torch.float64)) <= 1e-3
+# Graphs. How fast a graph is at another length than it was captured at is in test_cases_speed.py.
 
 
-def int32(values, target):
-    return torch.tensor(values, dtype=torch.int32, device=target.device)
-
-
-# Tails and pages.
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=describe)
-@pytest.mark.parametrize("n", [64, 1, 63, 65, 127, 128, 129])
-def test_c004_lanes_past_the_end_of_a_page_stay_out(target, n, dtype):
-    q, k, v = counting(256, dtype, target.device)
-    v[:, :, n:] = 1000.0
-    pools = (x.reshape(2, 1, 128, 64) for x in (k, v))  # pages of 128: the key axis of one head
-    table = int32([[0, 1]], target)
-    out, lse = decode(target, q, *pools, block_table=table, kv_lens=int32([n], target))
-    assert_constant(out, lse, (n - 1) / 2, LN(n), dtype)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("n", [32, 16, 48, 31, 33])
-def test_c005_the_length_rules_over_the_page_list(target, n):
-    q = torch.randn(1, 4, 1, 64, device=target.device).half()
-    k, v = torch.randn(2, 4, 4, 16, 64, device=target.device).half()
-    k[3] = q[0] * 50.0 * 8.0 / (q[0] ** 2).sum(-1, keepdim=True)  # logit 50
-    v[3] = 1000.0
-    needed = -(-n // 16)
-    table = int32([[*range(needed), 3]], target)
-    plan = {"num_splits": 2, "kv_lens": int32([n], target)}
-    out, lse = decode(target, q, k, v, block_table=table, **plan)
-    want, want_lse = decode(target, q, k, v, block_table=table[:, :needed], **plan)
-    if target.backend == "cpu":
-        assert torch.equal(out, want)
-        assert torch.equal(lse, want_lse)
-    assert_matches(out, lse, q, k, v, block_table=table, kv_lens=plan["kv_lens"], atol=LOOSE[q.dtype] * 5)
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 256, 512])
-def test_c007_every_page_size(target, page_size):
-    _, k, v = make_inputs(3, 8, 2, 700, 128, torch.float16, target.device)
-    q = torch.randn(3, 8, 1, 128, device=target.device).half()
-    kv_lens = int32([700, 16, 1], target)
-    k_pool, v_pool, table = to_pages(k, v, page_size, kv_lens)
-    out, lse = decode(target, q, k_pool, v_pool, block_table=table, kv_lens=kv_lens)
-    assert_matches(out, lse, q, k, v, kv_lens=kv_lens)
-
-
-# Sinks.
-
-
-def three_values(dtype, device, heads=1, tokens=1):
-    """q = 0 and values (1, 10), (2, 20), (3, 30), padded with zeros."""
-    q, k, v = counting(3, dtype, device, heads=heads, tokens=tokens)
-    v.zero_()
-    v[..., 0] = torch.tensor([1.0, 2.0, 3.0])
-    v[..., 1] = torch.tensor([10.0, 20.0, 30.0])
-    return q, k, v
+@pytest.mark.parametrize("own_workspace", [False, True])
+def test_c042_one_graph_of_a_paged_cache_is_right_for_every_later_length(target, own_workspace):
+    """On the CPU, which has no graphs, the same tensors with other contents."""
+    q = torch.randn(2, 16, 1, 128, device=target.device).bfloat16()
+    k, v = torch.randn(2, 1030, 4, 16, 128, device=target.device).bfloat16()
+    kv_lens = int32([1, 1], target)
+    table = torch.zeros(2, 512, dtype=torch.int32, device=target.device)
+    out, lse = torch.empty_like(q), torch.empty(2, 16, 1, device=target.device)
+    scratch = Workspace(64 << 20, target.device) if own_workspace else None
+    replay = repeatable(
+        target,
+        lambda: decode(target, q, k, v, block_table=table, kv_lens=kv_lens, out=out, lse=lse, workspace=scratch),
+    )
+    for lens in ([1, 4096], [8192, 17], [0, 300], [16, 16]):
+        for x in (q, k, v):
+            x.normal_()
+        table.copy_(torch.randperm(1030)[:1024].view(2, 512))
+        kv_lens.copy_(torch.tensor(lens))
+        out.fill_(NAN), lse.fill_(NAN)
+        # Other calls between replays must not disturb the graph's scratch, however much they need.
+        decode(target, *make_inputs(3, 16, 4, 500, 128, torch.bfloat16, target.device), num_splits=64)
+        replay()
+        for b, length in enumerate(lens):
+            pages = table[b : b + 1, : -(-length // 16)]
+            keys, values = (dense_of(x, pages)[:, :, :length] for x in (k, v))
+            want, want_lse = reference_of_large(q[b : b + 1], keys, values)
+            assert max_error(out[b], want[0]) <= torch.finfo(q.dtype).eps * want.abs().max().item()
+            assert max_error(lse[b], want_lse[0]) <= 1e-3
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("plan", SPLITS, ids=describe)
-@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
-def test_c027_a_sink_counts_once_whatever_the_splits(target, dtype, plan):
-    q, k, v = three_values(dtype, target.device, heads=4)
-    out, lse = decode(target, q, k, v, sinks=torch.zeros(4, device=target.device), **plan)
-    assert_constant(out[..., 0], lse, 1.5, LN(3.0), dtype)
-    assert_constant(out[..., 1], lse, 15.0, LN(3.0), dtype)
+def test_c044_padding_rows_of_a_captured_batch(target):
+    q = torch.randn(8, 8, 1, 64, device=target.device).half()
+    k, v = torch.randn(2, 60, 2, 16, 64, device=target.device).half()
+    pages = torch.randperm(60, device=target.device)[:56].int().view(8, 7)
+    kv_lens = int32([20, 100, 1, 16, 77, 0, 0, 0], target)
+    table = pages.clone()
+    q[5:], table[5:] = NAN, -1
+    out, lse = torch.full_like(q, NAN), torch.full((8, 8, 1), NAN, device=target.device)
+    replay = repeatable(
+        target, lambda: decode(target, q, k, v, block_table=table, kv_lens=kv_lens, out=out, lse=lse, num_splits=2)
+    )
+
+    def replay_and_check(real):
+        out.fill_(NAN), lse.fill_(NAN)
+        replay()
+        options = {"block_table": table[:real], "kv_lens": kv_lens[:real]}
+        assert_matches(out[:real], lse[:real], q[:real], k, v, atol=4 * LOOSE[q.dtype], **options)
+        assert torch.equal(out[real:], torch.zeros_like(out[real:]))
+        assert bool((lse[real:] == -math.inf).all())
+        return out.clone(), lse.clone()
+
+    before = replay_and_check(5)
+    q[5:7], table[5:7] = q[:2], pages[5:7]
+    kv_lens[5:7] = int32([112, 3], target)
+    after = replay_and_check(7)
+    assert_same_bits([x[:5] for x in after], [x[:5] for x in before])
+
+
+# Scratch.
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("plan", SPLITS[::2], ids=describe)
-@pytest.mark.parametrize("how", ["dense", "paged", "window", "two-tokens"])
-def test_c028_sinks_on_every_path(target, how, plan):
-    tokens = 2 if how == "two-tokens" else 1
-    q, k, v = three_values(torch.float32, target.device, heads=3, tokens=tokens)
-    sinks = torch.tensor([1.0, 3.0, 6.0], device=target.device).log()
-    options = {"window": 5} if how == "window" else {}
-    if how == "paged":
-        kv_lens = int32([3], target)
-        k, v, table = to_pages(k, v, 2, kv_lens)
-        options = {"block_table": table, "kv_lens": kv_lens}
-    out, _ = decode(target, q, k, v, sinks=sinks, **options, **plan)
-    want = torch.tensor([[1.5, 15.0], [1.0, 10.0], [2 / 3, 20 / 3]])
-    assert max_error(out[0, :, -1, :2].cpu(), want) <= 1e-5
-    if tokens == 2:  # the first token sees values 1 and 2
-        first = torch.tensor([[3.0, 30.0]]) / (2 + torch.tensor([[1.0], [3.0], [6.0]]))
-        assert max_error(out[0, :, 0, :2].cpu(), first) <= 1e-5
+@pytest.mark.parametrize("own_workspace", [False, True])
+def test_c043_dirty_scratch_and_an_aborted_call(target, own_workspace, monkeypatch):
+    splits, many = (8, 3) if INTERPRETED else (64, 512)
+    calls = [
+        (make_inputs(1, 8, 2, 8 * splits, 64, torch.float16, target.device), splits),
+        (make_inputs(many, 4, 2, 70, 64, torch.float16, target.device), 2),
+    ]
+    wants = [reference(*inputs) for inputs, _ in calls]
+    scratch = Workspace() if own_workspace else None
+
+    def make_dirty():
+        for x in [scratch] if own_workspace else workspace._owned.by_stream.values():
+            if x._buffer is not None:
+                x._buffer.view(torch.uint8).fill_(0xFF)
+
+    def check_all():
+        for (inputs, num_splits), want in zip(calls, wants, strict=True):
+            make_dirty()
+            out, _ = decode(target, *inputs, num_splits=num_splits, workspace=scratch)
+            assert max_error(out, want) <= 4 * LOOSE[out.dtype]
+
+    check_all()
+    for inputs, num_splits in calls:
+        with monkeypatch.context() as patch:
+            _abort_midway(target, patch)
+            with pytest.raises(KeyboardInterrupt):
+                decode(target, *inputs, num_splits=num_splits, workspace=scratch)
+        check_all()
+
+
+def _abort_midway(target, patch):
+    """The next call is interrupted: between its kernels, or on the CPU, which has one, when the first thread ends."""
+
+    def interrupted(*args):
+        if target.backend == "cpu":
+            work, _ = args
+            work()
+        raise KeyboardInterrupt
+
+    patch.setattr(f"flash_decoding.backends.{'cpu.run_shared' if target.backend == 'cpu' else 'triton.launch_reduce'}",
+                  interrupted)  # fmt: skip
+
+
+# Devices. What needs two GPUs is in test_cases_gpu.py.
+
+
+@pytest.mark.parametrize("name", ["kv_lens", "block_table", "v", "sinks"])
+def test_c047_an_array_on_another_device_is_named(target, name, monkeypatch):
+    q = torch.zeros(2, 4, 1, 64, device=target.device)
+    pool = torch.zeros(6, 2, 16, 64, device=target.device)
+    arguments = dict(
+        k=pool, v=pool, kv_lens=int32([5, 20], target), block_table=int32([[0, 1], [2, 3]], target),
+        sinks=torch.zeros(4, device=target.device),
+    )  # fmt: skip
+    elsewhere = "meta" if target.device == "cpu" else "cpu"
+    if name == "v" and torch.cuda.device_count() > 1 and target.device == "cuda":
+        elsewhere = "cuda:1"
+    arguments[name] = arguments[name].to(elsewhere)
+    forbid_launches(monkeypatch)
+    message = f"^{name} must be on the device of q, {q.device}, got {elsewhere}$"
+    with pytest.raises(ValueError, match=message):
+        flash_decode(q, backend=target.backend, **arguments)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_c029_a_sink_without_keys(target, num_splits):
-    q, k, v = make_inputs(2, 4, 2, 4, 64, torch.float32, target.device)
-    sinks = torch.full((4,), 1.25, device=target.device)
-    kv_lens = int32([0, 4], target)
-    out, lse = decode(target, q, k, v, sinks=sinks, kv_lens=kv_lens, num_splits=num_splits)
-    assert bool((out[0] == 0).all())
-    assert bool((lse[0] == -math.inf).all())
-    assert_matches(out, lse, q, k, v, sinks=sinks, kv_lens=kv_lens, atol=1e-5)
-    merged, merged_lse = merge_states([out[:1], out[1:]], [lse[:1], lse[1:]])
-    assert torch.equal(merged, out[1:])
-    assert max_error(merged_lse, lse[1:]) <= 1e-6
+def test_c047_all_on_the_cpu_is_the_cpu_backend(target):
+    device = "cpu"
+    q, k, v = make_inputs(2, 4, 2, 50, 64, torch.float32, device)
+    backend = "auto" if target.device == "cuda" else target.backend
+    kv_lens, sinks = torch.tensor([50, 3], dtype=torch.int32), torch.randn(4)
+    out, lse = flash_decode(q, k, v, kv_lens=kv_lens, sinks=sinks, return_lse=True, backend=backend)
+    assert_matches(out, lse, q, k, v, kv_lens=kv_lens, sinks=sinks, atol=1e-5)
+
+
+# Arguments.
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_c030_a_sink_is_neither_scaled_nor_capped(target, num_splits):
-    q, k, v = counting(148, torch.float32, target.device)
-    sinks = torch.tensor([30.0], device=target.device)
-    out, lse = decode(target, q, k, torch.ones_like(v), sinks=sinks, softcap=5.0, num_splits=num_splits)
-    want = 148 / (148 + math.exp(30.0))
-    assert max_error(out / want, torch.ones_like(out)) <= 1e-5
-    assert max_error(lse, torch.full_like(lse, LN(148))) <= 1e-3  # an lse here leaves the sink out
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=describe)
+def test_c056_lengths_of_both_integer_types(target, dtype, paged):
+    v = torch.arange(8.0, device=target.device)[None, None, :, None].expand(2, 1, 8, 64)
+    q, k, v = zeros_and(v)
+    options = {"kv_lens": torch.tensor([3, 5], dtype=dtype, device=target.device)}
+    if paged:
+        k, v = (x.view(4, 1, 4, 64) for x in (k, v))
+        options["block_table"] = int32([[0, 1], [2, 3]], target)
+    out, lse = decode(target, q, k, v, **options)
+    assert max_error(out[:, 0, 0], torch.tensor([[1.0], [2.0]], device=target.device).expand(2, 64)) < 1e-6
+    assert max_error(lse[:, 0, 0], torch.tensor([LN(3), LN(5)], device=target.device)) < 1e-6
 
 
-# Soft cap.
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32], ids=describe)
+def test_c056_other_types_of_lengths_are_refused(target, dtype, monkeypatch):
+    q, k, v = make_inputs(2, 2, 1, 8, 64, torch.float32, target.device)
+    forbid_launches(monkeypatch)
+    with pytest.raises(TypeError, match=f"^kv_lens must be int32 or int64, got {dtype}$"):
+        decode(target, q, k, v, kv_lens=torch.tensor([3, 5], device=target.device).to(dtype))
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("how", ["length", "window", "causal"])
-def test_c031_masked_keys_stay_out_of_a_small_cap(target, how):
-    v = torch.ones(1, 1, 8, 64, device=target.device)
-    k, q = torch.zeros_like(v), torch.zeros(1, 1, 1, 64, device=target.device)
-    options = {}
-    if how == "length":
-        v[:, :, 4:], options["kv_lens"] = 10000.0, int32([4], target)
-    elif how == "window":
-        v[:, :, :4], options["window"] = 10000.0, 3
-    else:
-        k, v, q = k[:, :, :5], v[:, :, :5], q.expand(1, 1, 2, 64)
-        v[:, :, 4] = 10000.0
-    out, lse = decode(target, q, k, v, softcap=1.0, **options)
-    assert bool((out[:, :, 0] == 1).all())
-    assert max_error(lse[:, :, 0].cpu(), torch.full((1, 1), LN(4.0))) <= 1e-3
+@pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64], ids=describe)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8], ids=describe)
+def test_c056_a_block_table_is_int32(target, dtype, lens_dtype, monkeypatch):
+    """What is not read as what it is must not be read at all."""
+    q, pool = torch.zeros(2, 2, 1, 64, device=target.device), torch.zeros(4, 1, 4, 64, device=target.device)
+    kv_lens = torch.tensor([3, 5], dtype=lens_dtype, device=target.device)
+    forbid_launches(monkeypatch)
+    with pytest.raises(TypeError, match=f"^block_table must be int32, got {dtype}$"):
+        decode(target, q, pool, pool, kv_lens=kv_lens, block_table=int32([[0, 1], [2, 3]], target).to(dtype))
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("logit", [5000.0, 4400.0, 1e6])
-def test_c032_large_scores_do_not_overflow_the_cap(target, logit):
-    q = torch.zeros(1, 1, 1, 64, dtype=torch.float16, device=target.device)
-    q[..., 0] = 200.0
-    k = q.repeat(1, 1, 4, 1)
-    k[:, :, 3] *= -1
-    v = torch.tensor([1.0, 2.0, 3.0, 1000.0], device=target.device).half()[:, None].expand(1, 1, 4, 64).contiguous()
-    out, lse = decode(target, q, k, v, softcap=50.0, scale=logit / 40000.0)
-    assert_constant(out, lse, 2.0, 50 + LN(3.0), torch.float16)
+DOES_NOT_FIT = {
+    "heads": (dict(q=(2, 6, 1, 64), k=(2, 4, 9, 64), v=(2, 4, 9, 64)), "heads_q must be .* of heads_kv, got 6 and 4"),
+    "head_dim": (dict(k=(2, 2, 9, 32)), "k must have the head_dim of q, 64, got 32"),
+    "length": (dict(v=(2, 2, 8, 64)), "v must have the length of k, 9, got 8"),
+    "page-size": (
+        dict(k=(7, 2, 16, 64), v=(7, 2, 32, 64), block_table=[[0], [1]]),
+        "v must have the length of k, 16, got 32",
+    ),
+    "kv_lens": (dict(kv_lens=[5, 5, 5]), r"kv_lens must have shape \[2\], got \[3\]"),
+    "num_splits-0": (dict(num_splits=0), "num_splits must be from 1 to .*, got 0"),
+    "num_splits-negative": (dict(num_splits=-1), "num_splits must be from 1 to .*, got -1"),
+    "num_splits-float": (dict(num_splits=2.5), "num_splits must be an int or None, got float"),
+    "scale": (dict(scale=NAN), "scale must be finite, got nan"),
+}  # fmt: skip
 
 
-def test_c033_what_a_soft_cap_may_be(target):
-    q, k, v = make_inputs(1, 4, 2, 100, 64, torch.float32, target.device)
-    q = 20 * q
-    off = decode(target, q, k, v)
-    for softcap in (None, 0, 0.0):
-        assert all(torch.equal(x, y) for x, y in zip(decode(target, q, k, v, softcap=softcap), off, strict=True))
-    out, lse = decode(target, q, k, v, softcap=5)
-    assert max_error(out, off[0]) > 0.05
-    assert_matches(out, lse, q, k, v, softcap=5, atol=1e-5)
-    assert max_error(decode(target, q, k, v, softcap=1e9)[0], off[0]) <= LOOSE[q.dtype] * v.abs().max().item()
-    for softcap in (-1.0, math.nan, math.inf):
-        assert explain(q, k, v, softcap=softcap)
-        with pytest.raises(ValueError, match="softcap must be"):
-            decode(target, q, k, v, softcap=softcap)
+@pytest.mark.parametrize("name", DOES_NOT_FIT)
+def test_c058_arguments_that_do_not_fit_are_named(target, name, monkeypatch):
+    change, message = DOES_NOT_FIT[name]
+    arguments = dict(q=(2, 4, 1, 64), k=(2, 2, 9, 64), v=(2, 2, 9, 64), kv_lens=[5, 5]) | change
+    for key, x in arguments.items():
+        if isinstance(x, tuple):
+            arguments[key] = torch.zeros(x, device=target.device, dtype=torch.float16)
+        elif isinstance(x, list):
+            arguments[key] = int32(x, target)
+    assert_refused(target, arguments, (ValueError, TypeError), message, monkeypatch)
 
 
-# Sliding window.
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_c058_an_array_with_gaps_or_of_another_type_is_named(target, name, monkeypatch):
+    arguments = dict(zip("qkv", make_inputs(2, 4, 2, 9, 64, torch.bfloat16, target.device), strict=True))
+    x = arguments[name]
+    gaps = torch.stack([x, x], dim=-1).flatten(3)[..., ::2]
+    assert gaps.stride(3) == 2
+    message = f"^{name} must have a contiguous last axis, got strides"
+    assert_refused(target, arguments | {name: gaps}, ValueError, message, monkeypatch)
+    if name != "q":
+        message = f"^{name} must have the dtype of q, torch.bfloat16, got torch.float16$"
+        assert_refused(target, arguments | {name: x.half()}, TypeError, message, monkeypatch)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_c034_a_window_counts_keys_left_of_the_own(target, num_splits):
-    q, k, v = counting(100, torch.float16, target.device)
-    out, lse = decode(target, q, k, v, window=9, num_splits=num_splits)
-    assert_constant(out, lse, 94.5, LN(10.0), torch.float16)
-
-
-@pytest.mark.parametrize("num_splits", [64, 1, 4, 31])
-def test_c035_splits_outside_the_window_leave_no_trace(target, num_splits):
-    q, k, v = counting(4096, torch.float32, target.device)
-    v[:] = 1000.0
-    v[:, :, 3968:] = 1.0
-    out, lse = decode(target, q, k, v, window=127, num_splits=num_splits)
-    assert bool((out == 1).all())
-    assert max_error(lse, torch.full_like(lse, LN(128.0))) <= 1e-3
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("window", "value"), [(127, 191.5), (128, 191.0)])
-def test_c036_the_window_of_one_token_ends_with_the_cache(target, window, value, causal):
-    q, k, v = counting(256, torch.float32, target.device)
-    out, lse = decode(target, q, k, v, window=window, causal=causal)
-    assert_constant(out, lse, value, LN(window + 1), torch.float32)
-
-
-@pytest.mark.interpreter
-def test_c037_windows_at_their_bounds(target):
-    q, k, v = make_inputs(1, 4, 2, 50, 64, torch.float16, target.device)
-    out, lse = decode(target, q, k, v, window=0)
-    assert torch.equal(out, v[:, :, 49:].repeat_interleave(2, dim=1))
-    assert_matches(out, lse, q, k, v, window=0, atol=0)
-    off = decode(target, q, k, v, num_splits=2)
-    for window in (49, 50, 10**9, None):
-        again = decode(target, q, k, v, window=window, num_splits=2)
-        assert all(torch.equal(x, y) for x, y in zip(again, off, strict=True))
-    for window in (1, 48):
-        out, lse = decode(target, q, k, v, window=window)
-        assert_matches(out, lse, q, k, v, window=window, atol=LOOSE[q.dtype])
-    with pytest.raises(ValueError, match="window must be"):
-        decode(target, q, k, v, window=-1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_c038_no_combination_forgets_an_option(target, tokens, window, softcap, dtype):
-    for group in (1, 6):
-        heads = 2 * group
-        _, k, v = make_inputs(2, heads, 2, 70, 64, dtype, target.device)
-        q = torch.randn(2, heads, tokens, 64, device=target.device).to(dtype)
-        kv_lens = int32([70, 70], target)
-        k_pool, v_pool, table = to_pages(k, v, 16, kv_lens)
-        for sinks in (None, torch.randn(heads, device=target.device)):
-            options = {"window": window, "softcap": softcap, "sinks": sinks}
-            bound = LOOSE[dtype] * v.abs().max().item()
-            decode_and_check(target, q, k, v, atol=bound, **options)
-            out, lse = decode(target, q, k_pool, v_pool, block_table=table, kv_lens=kv_lens, **options)
-            assert_matches(out, lse, q, k, v, atol=bound, **options)
-
-
-# Several query tokens.
-
-
-@pytest.mark.interpreter
-def test_c039_causal_is_aligned_to_the_bottom_right(target):
-    q, k, v = counting(5, torch.float32, target.device, tokens=2)
-    out, lse = decode(target, q[:, :, :1], k, v)
-    assert_constant(out, lse, 2.0, LN(5.0), torch.float32)
-    out, lse = decode(target, q, k, v)
-    assert_constant(out[:, :, 0], lse[:, :, 0], 1.5, LN(4.0), torch.float32)
-    assert_constant(out[:, :, 1], lse[:, :, 1], 2.0, LN(5.0), torch.float32)
-
-
-@pytest.mark.interpreter
-def test_c040_new_tokens_do_not_see_the_future(target):
-    q, k, v = counting(40, torch.float32, target.device, tokens=4)
-    v[:, :, :37], v[:, :, 37:] = 1.0, 1000.0
-    out, lse = decode(target, q, k, v)
-    assert bool((out[:, :, 0] == 1).all())
-    for r in range(4):
-        value = (37 + 1000 * r) / (37 + r)
-        assert_constant(out[:, :, r], lse[:, :, r], value, LN(37.0 + r), torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=describe)
-@pytest.mark.parametrize("extra", ["plain", "window", "sinks"])
-def test_c041_several_tokens_are_single_tokens_in_a_row(target, extra, dtype):
-    _, k, v = make_inputs(2, 8, 2, 48, 64, dtype, target.device)
-    q = torch.randn(2, 8, 4, 64, device=target.device).to(dtype)
-    kv_lens = int32([40, 17], target)
-    k_pool, v_pool, table = to_pages(k, v, 16, kv_lens)
-    options = {"plain": {}, "window": {"window": 8}, "sinks": {"sinks": torch.randn(8, device=target.device)}}[extra]
-    out, lse = decode(target, q, k_pool, v_pool, block_table=table, kv_lens=kv_lens, **options)
-    for t in range(4):
-        single, single_lse = decode(
-            target, q[:, :, t : t + 1], k_pool, v_pool, block_table=table, kv_lens=kv_lens - 3 + t, **options
-        )
-        assert max_error(out[:, :, t : t + 1], single) <= LOOSE[dtype] * max(1.0, v.abs().max().item())
-        assert max_error(lse[:, :, t : t + 1], single_lse) <= 1e-3
+def assert_refused(target, arguments, kinds, message, monkeypatch):
+    """flash_decode() raises before anything is launched, and explain() has the same reason."""
+    forbid_launches(monkeypatch)
+    with pytest.raises(kinds, match=message) as caught:
+        flash_decode(**arguments, backend=target.backend)
+    assert str(caught.value) in explain(**arguments, backend=target.backend)
