@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_decoding import backends
-from flash_decoding.op import run
+from flash_decoding import backends, recorded
+from flash_decoding.op import run, run_and_record
 from flash_decoding.problem import Call, find_errors, find_option_errors, make_problem
 from flash_decoding.workspace import Workspace
 
@@ -99,6 +99,23 @@ def flash_decode(
 
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
+    key = None
+    if not check and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _is_watched() and q.is_cuda:
+        arrays = (kv_lens, kv_start, block_table, q_lens, alibi_slopes, sinks, key_mask, tree_mask)
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
+            v.dtype, v.device, (addresses[0] | addresses[1] | addresses[2]) & 15, addresses[1] == addresses[2], layout,
+            scale, type(scale), causal, type(causal), window, type(window), softcap, type(softcap), num_splits,
+            type(num_splits), split_size, type(split_size), return_lse, backend, _facts(arrays), _facts((out, lse)),
+        )  # fmt: skip
+        record = recorded.find(key)
+        if record is not None and _has_plain_flags(q, k, v, alibi_slopes, sinks, workspace):
+            addresses += [x.data_ptr() for x in arrays if x is not None]
+            done = record.repeat(q, addresses, out, lse, return_lse, workspace)
+            if done is not None:
+                return done
+
     call = Call(
         q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, block_table=block_table, q_lens=q_lens,
         scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
@@ -113,14 +130,42 @@ def flash_decode(
     if workspace is not None and not isinstance(workspace, Workspace):
         raise TypeError(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
     if out is None:
-        out = torch.empty((*q.shape[:3], problem.value_dim), dtype=q.dtype, device=q.device)
-    if not return_lse:
-        run(problem, call, backend, workspace, out, lse)
-        return out
-    if lse is None:
+        out = recorded.make_out(q, (*q.shape[:3], problem.value_dim))
+    if return_lse and lse is None:
         lse = torch.empty((problem.batch, problem.heads_q, problem.q_len), dtype=torch.float32, device=q.device)
-    run(problem, call, backend, workspace, out, lse)
-    return out, lse
+    if key is None or recorded.find(key) is not None:
+        run(problem, call, backend, workspace, out, lse)
+    else:
+        recorded.add(key, run_and_record(problem, call, backend, workspace, out, lse))
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def _is_watched() -> bool:
+    """Whether somebody records or rewrites what is called: then calls go through the dispatcher."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _facts(arrays: tuple[Tensor | None, ...]) -> tuple | None:
+    """What a signature holds of optional tensors."""
+    if not any(x is not None for x in arrays):
+        return None
+    return tuple([x if not isinstance(x, Tensor) else (x.shape, x.stride(), x.dtype, x.device) for x in arrays])
+
+
+def _has_plain_flags(
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, workspace: Workspace | None
+) -> bool:
+    """Whether nothing that a signature does not tell would have the call refused."""
+    if torch.is_grad_enabled():
+        for x in (q, k, v, alibi_slopes, sinks):
+            if x is not None and x.requires_grad:
+                return False
+    return not (q.is_neg() or k.is_neg() or v.is_neg()) and (workspace is None or type(workspace) is Workspace)
 
 
 def explain(
@@ -179,17 +224,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the call is being recorded, or its tensors have no memory of their own: then it goes through the op."""
-    if torch.compiler.is_compiling():
-        return True
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or any(isinstance(x, Tensor) and not _has_memory(x) for x in (q, k, v))
-    )
-
-
-def _has_memory(x: Tensor) -> bool:
-    return type(x) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return _is_watched() or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (q, k, v))
 
 
 def _traced(call: Call, return_lse: bool, workspace: Workspace | None, backend: str) -> Tensor | tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ microseconds, so an eager call does not go through it.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,22 +14,44 @@ from torch import Tensor
 
 from flash_decoding import backends
 from flash_decoding.problem import Call, Problem, make_problem
-from flash_decoding.workspace import Workspace, take_partial
+from flash_decoding.recorded import Recorded
+from flash_decoding.split_plan import Plan
+from flash_decoding.workspace import Partial, Workspace, take_partial
 
 
 def run(
     problem: Problem, call: Call, backend: str, workspace: Workspace | None, out: Tensor, lse: Tensor | None
 ) -> None:
     """Plan, take scratch, start the backend. out has the layout of the call."""
-    if call.layout == "bnhd":
-        out = out.transpose(1, 2)
     if out.numel() == 0:
         return
+    module, plan, partial, view = _prepare(problem, call, backend, workspace, out)
+    module.decode(problem, plan, partial, view, lse)
+
+
+def run_and_record(
+    problem: Problem, call: Call, backend: str, workspace: Workspace | None, out: Tensor, lse: Tensor | None
+) -> Recorded | None:
+    """run(), and how to do it again, where the backend knows."""
+    if out.numel() == 0:
+        return None
+    module, plan, partial, view = _prepare(problem, call, backend, workspace, out)
+    start = module.record(problem, plan, partial, view, lse)
+    if start is None:
+        return None
+    lse_shape = (problem.batch, problem.heads_q, problem.q_len)
+    return Recorded(start, out.device, tuple(out.shape), lse_shape, None if partial is None else tuple(partial.m.shape))
+
+
+def _prepare(
+    problem: Problem, call: Call, backend: str, workspace: Workspace | None, out: Tensor
+) -> tuple[ModuleType, Plan, Partial | None, Tensor]:
+    """The backend, its plan, scratch, and out as [B, Hq, Lq, Dv]."""
     module = backends.load(backends.resolve(backend, problem.q.device))
     plan = module.plan(problem, call.num_splits, call.split_size)
     shape = plan.partial_shape(problem.batch, problem.heads_kv, problem.group, problem.q_len)
     partial = take_partial(workspace, shape, problem.value_dim, problem.q.device)
-    module.decode(problem, plan, partial, out, lse)
+    return module, plan, partial, out.transpose(1, 2) if call.layout == "bnhd" else out
 
 
 _library = torch.library.Library("flash_decoding", "DEF")

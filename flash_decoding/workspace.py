@@ -61,6 +61,11 @@ class Workspace:
         return 0 if num_splits == 1 else _bytes_of((num_splits, batch, heads_q, q_len), value_dim)
 
     @property
+    def buffer(self) -> Tensor | None:
+        """The memory, float32; another one after a call that needed more."""
+        return self._buffer
+
+    @property
     def size_bytes(self) -> int:
         """Bytes held now."""
         return 0 if self._buffer is None else 4 * self._buffer.numel()
@@ -125,14 +130,19 @@ def take_partial(
     """Scratch for a call, None for a single split: the caller's workspace or our own for this device and stream."""
     if shape is None:
         return None
-    if workspace is not None:
-        return workspace.partial(shape, value_dim, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if workspace is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A captured address must outlive the graph, so it comes from the graph's own memory pool.
         buffer = torch.empty(_bytes_of(shape, value_dim) // 4, dtype=torch.float32, device=device)
         return make_partial(buffer, shape, value_dim)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return find_workspace(workspace, device, stream).partial(shape, value_dim, device)
+
+
+def find_workspace(workspace: Workspace | None, device: torch.device, stream: int) -> Workspace:
+    """The caller's workspace, or our own for this device, stream and thread."""
+    if workspace is not None:
+        return workspace
     key = (device.type, device.index or 0, stream)
     if key not in _owned.by_stream:
         _owned.by_stream[key] = Workspace()
-    return _owned.by_stream[key].partial(shape, value_dim, device)
+    return _owned.by_stream[key]

@@ -131,9 +131,16 @@ def compile_append(dtype, head_dim, arch, *, page_size=None, rotary=None, querie
 
 
 def _compile(kernel, signature, constants, arch, num_warps, num_stages) -> Compiled:
+    built = build(kernel, signature, constants, arch, num_warps, num_stages)
+    return Compiled(*_resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"])
+
+
+def build(kernel, signature, constants, arch, num_warps=4, num_stages=1):
+    """What Triton compiles; a name without a type is None, and (name, i) among the constants an element of a tuple."""
     order = kernel.arg_names
     signature = {name: signature.get(name, "constexpr") for name in order}
-    constexprs = {(order.index(name),): value for name, value in constants.items()}
+    paths = {name: (name,) if isinstance(name, str) else name for name in constants}
+    constexprs = {(order.index(path[0]), *path[1:]): constants[name] for name, path in paths.items()}
     for i, name in enumerate(order):
         if signature[name] == "constexpr" and (i,) not in constexprs:
             constexprs[(i,)] = None
@@ -146,8 +153,7 @@ def _compile(kernel, signature, constants, arch, num_warps, num_stages) -> Compi
             attrs[(i,)] = aligned
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return Compiled(*_resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"])
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int]:

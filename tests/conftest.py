@@ -12,6 +12,7 @@ import torch
 
 from flash_decoding import workspace
 
+os.environ["FLASH_DECODING_TUNED_DIR"] = os.devnull  # plans must not depend on what was tuned on this machine
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -39,16 +40,19 @@ def target(request):
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch(request, monkeypatch):
-    """torch.empty gives NaN, so that reading what nobody wrote shows."""
+    """torch.empty and empty_like give NaN, so that reading what nobody wrote shows."""
     if request.node.get_closest_marker("compiles"):
         return  # torch.compile would trace the poisoning into its graph
-    empty = torch.empty
 
-    def poisoned(*args, **kwargs):
-        x = empty(*args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
+    def poison(make):
+        def poisoned(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return poisoned
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
     monkeypatch.setattr(workspace, "_owned", workspace._Owned())  # nothing is left over from another test
     partial = workspace.Workspace.partial
 

@@ -10,16 +10,19 @@ from flash_decoding.workspace import make_partial
 
 @pytest.fixture
 def allocations(monkeypatch):
-    """Shapes given to torch.empty while the test runs."""
+    """Shapes of what torch.empty and empty_like make while the test runs."""
     shapes = []
-    empty = torch.empty
 
-    def counting(*args, **kwargs):
-        x = empty(*args, **kwargs)
-        shapes.append(tuple(x.shape))
-        return x
+    def counted(make):
+        def counting(*args, **kwargs):
+            x = make(*args, **kwargs)
+            shapes.append(tuple(x.shape))
+            return x
 
-    monkeypatch.setattr(torch, "empty", counting)
+        return counting
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
     return shapes
 
 

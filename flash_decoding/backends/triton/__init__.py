@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_decoding.backends.triton.chunk import launch_chunk
+from flash_decoding.backends.triton.launch import Launch, recording, start_again
 from flash_decoding.backends.triton.reduce import launch_reduce
 from flash_decoding.problem import Problem
+from flash_decoding.recorded import Start
 from flash_decoding.split_plan import MIN_SHARED_MEMORY, Plan, choose_plan
+from flash_decoding.tuning import find_table
 from flash_decoding.workspace import Partial
 
 
@@ -36,10 +40,28 @@ def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, l
         launch_reduce(problem, plan, partial, out, lse)
 
 
+def record(
+    problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None
+) -> Start | None:  # fmt: skip
+    """decode(), and how to start its kernels again; None where addresses make them others than common ones."""
+    with recording() as started:
+        decode(problem, plan, partial, out, lse)
+    p = problem
+    if any(x.data_ptr() & 15 for x in (p.q, p.k, p.v, out)):
+        return None
+    arrays = (p.kv_lens, p.kv_start, p.block_table, p.q_lens, p.alibi_slopes, p.sinks, p.key_mask, p.tree_mask)
+    tensors = [x for x in (p.q, p.k, p.v, *arrays, out, lse, *(partial or ())) if x is not None]
+    return start_again([Launch(*call, tensors) for call in started])
+
+
 @lru_cache(maxsize=64)
-def _device_facts(device_index: int | None) -> dict[str, int]:
+def _device_facts(device_index: int | None) -> dict[str, Any]:
     """What the planner wants to know of a device; the interpreter, which has none, counts as a small one."""
     if device_index is None:
         return {"processors": 1, "shared_memory": MIN_SHARED_MEMORY}
     facts = torch.cuda.get_device_properties(device_index)
-    return {"processors": facts.multi_processor_count, "shared_memory": facts.shared_memory_per_block_optin}
+    return {
+        "processors": facts.multi_processor_count,
+        "shared_memory": facts.shared_memory_per_block_optin,
+        "table": find_table(facts.name),
+    }

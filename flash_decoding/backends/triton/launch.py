@@ -2,13 +2,19 @@
 
 `kernel[grid](...)` binds and classifies every argument anew, 15 to 30 us a call. Triton compiles one variant per dtype
 and per fact about strides and addresses (a multiple of 16); the launchers fold these facts into a key, and a kernel
-that was started once under a key is started directly from then on.
+that was started once under a key is started directly from then on. A call of which only addresses change goes further:
+Launch keeps the kernel's parameters packed, and hands them to the driver.
 """
 
 from __future__ import annotations
 
+import ctypes
+import re
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,33 +46,180 @@ def variant(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> ob
 
 
 def launch(
-    kernel: Any, key: tuple, grid: tuple[int, int], args: tuple, constants: tuple, build: tuple[int, int]
-) -> None:
+    kernel: Any, key: tuple, grid: tuple[int, int], args: tuple, constants: tuple, build: tuple[int, int],
+    fp_fusion: bool = True,
+) -> None:  # fmt: skip
     """Start kernel(*args, *constants) on the current device and stream.
 
     Args:
         key: tells apart the variants of this kernel: types, what is None, and variant() of what Triton looks at.
         grid: programs along the two axes.
         build: (num_warps, num_stages).
+        fp_fusion: whether a product and a sum may be rounded as one.
     """
     device = args[0].device.index
     key = (device, kernel, key, constants, build)
     compiled = _compiled.get(key)
     if compiled is None:
         with _first_start:
-            compiled = kernel[grid](*args, *constants, num_warps=build[0], num_stages=build[1])
+            compiled = kernel[grid](
+                *args, *constants, num_warps=build[0], num_stages=build[1], enable_fp_fusion=fp_fusion
+            )
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
             _compiled[key] = compiled
-        return
+    else:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        hooks, metadata = (None, None), None
+        # A chain of hooks to which nobody listens costs microseconds to call.
+        if has_listeners():
+            hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+            metadata = compiled.launch_metadata((*grid, 1), stream, *args, *constants)
+        compiled.run(
+            *grid, 1, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *args, *constants
+        )  # fmt: skip
+    if _recorder.started is not None:
+        _recorder.started.append((compiled, grid, (*args, *constants)))
+
+
+def has_listeners() -> bool:
+    """Whether a profiler wants to hear of launches."""
     runtime = triton.knobs.runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    metadata = None
-    # A chain of hooks to which nobody listens costs microseconds to call.
-    if all(hook is None or not getattr(hook, "calls", True) for hook in hooks):
-        hooks = None, None
-    else:
-        metadata = compiled.launch_metadata((*grid, 1), stream, *args, *constants)
-    compiled.run(
-        *grid, 1, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *args, *constants
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+class _Recorder(threading.local):
+    started: list[tuple[Any, tuple[int, int], tuple]] | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Any, tuple[int, int], tuple]]]:
+    """What launch() starts in this thread meanwhile: (compiled kernel, grid, arguments)."""
+    started: list[tuple[Any, tuple[int, int], tuple]] = []
+    _recorder.started = started
+    try:
+        yield started
+    finally:
+        _recorder.started = None
+
+
+class Launch:
+    """A compiled kernel, its grid and its arguments, to be started again with other addresses.
+
+    The driver takes a kernel's parameters as one buffer, whose layout the PTX declares; they are packed once, and a
+    start writes the addresses alone. One thread at a time may use it.
+
+    Args:
+        compiled: what Triton compiled, which must have been started before.
+        grid: programs along the two axes.
+        args: the kernel's arguments, constants included.
+        tensors: the tensors among them, in the order in which their addresses will come.
+
+    Raises:
+        ValueError: a kernel that wants more from its launcher than this knows.
+    """
+
+    def __init__(self, compiled: Any, grid: tuple[int, int], args: tuple, tensors: Sequence[Tensor]) -> None:
+        parameters = pack_parameters(compiled, args)
+        self._compiled = compiled  # its module must stay loaded
+        self._buffer = parameters.buffer
+        self._words = memoryview(parameters.buffer).cast("Q")
+        self._places = [(at // 8, next(i for i, y in enumerate(tensors) if y is x)) for at, x in parameters.tensors]
+        self._size = ctypes.c_size_t(len(self._buffer))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        self._extra = (ctypes.c_void_p * 5)(_BUFFER_POINTER, address, _BUFFER_SIZE, ctypes.addressof(self._size), 0)
+        threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
+        self._head = (ctypes.c_void_p(compiled.function), *grid, 1, threads, 1, 1, shared)
+        self._start = _driver().cuLaunchKernel
+        self._stream: int | None = None
+        self._arguments: tuple = ()
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Start on a stream of the current device."""
+        words = self._words
+        for at, index in self._places:
+            words[at] = addresses[index]
+        if stream != self._stream:
+            self._stream = stream
+            self._arguments = (*self._head, ctypes.c_void_p(stream), None, ctypes.byref(self._extra))
+        error = self._start(*self._arguments)
+        if error:
+            raise RuntimeError(f"cuLaunchKernel failed with CUDA error {error}")
+
+
+def start_again(launches: Sequence[Launch]) -> Callable[[Sequence[int], int], bool]:
+    """All of them, one after the other; not while a profiler listens, which launch() tells."""
+
+    def start(addresses: Sequence[int], stream: int) -> bool:
+        if has_listeners():
+            return False
+        for start_kernel in launches:
+            start_kernel(stream, addresses)
+        return True
+
+    return start
+
+
+# Names of the driver's API: what follows in `extra` is the buffer, and its size.
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+
+
+class Parameters:
+    """The parameter buffer of a kernel, and where the addresses of its tensors are."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = bytearray(-(-size // 8) * 8)
+        self.tensors: list[tuple[int, Tensor]] = []
+
+
+def pack_parameters(compiled: Any, args: tuple) -> Parameters:
+    """The arguments as the PTX of a compiled kernel wants them; what Triton adds at the end, unused, is null."""
+    offsets, end = _parameter_offsets(compiled.asm["ptx"])
+    kept = [(kind, x) for kind, x in zip(_flat(compiled.src.signature.values()), _flat(args), strict=True) if kind]
+    metadata = compiled.metadata
+    wants_more = (
+        metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl
+        or metadata.global_scratch_size or metadata.profile_scratch_size
     )  # fmt: skip
+    if wants_more or not len(kept) <= len(offsets) <= len(kept) + 2:
+        raise ValueError(f"a kernel with {len(kept)} arguments and {len(offsets)} parameters cannot be packed")
+    parameters = Parameters(end)
+    for at, (kind, x) in zip(offsets, kept, strict=False):
+        if isinstance(x, Tensor):
+            parameters.tensors.append((at, x))
+        else:
+            struct.pack_into(f"={_FORMATS[kind]}", parameters.buffer, at, x)
+    return parameters
+
+
+def _flat(values: Any) -> list[Any]:
+    """Arguments or their types without nesting; a type that takes no parameter is ''."""
+    flat: list[Any] = []
+    for x in values:
+        if isinstance(x, tuple):
+            flat += _flat(x)
+        else:
+            flat.append("" if isinstance(x, str) and x == "constexpr" else x)
+    return flat
+
+
+def _parameter_offsets(ptx: str) -> tuple[list[int], int]:
+    """Where each parameter of the entry is, and where the last one ends."""
+    header = ptx[ptx.index(".entry") :]
+    offsets, end = [], 0
+    for bits in re.findall(r"\.param \.[a-z]+(\d+)", header[: header.index(")")]):
+        size = int(bits) // 8
+        at = -(-end // size) * size
+        offsets.append(at)
+        end = at + size
+    return offsets, end
+
+
+@cache
+def _driver() -> ctypes.PyDLL:
+    """The driver's library. PyDLL keeps the interpreter's lock, so no thread comes between packing and starting."""
+    return ctypes.PyDLL("libcuda.so.1")

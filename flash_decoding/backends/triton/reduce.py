@@ -226,4 +226,5 @@ def launch_merge(
         ),
         (1, 1, 1, 1, True, natural, width, block_s, block_dv),
         (num_warps, 1),
+        fp_fusion=False,  # or two states would merge to other bits the other way round
     )  # fmt: skip

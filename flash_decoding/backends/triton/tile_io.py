@@ -48,9 +48,10 @@ def visible_range(lens, b, Lq: tl.constexpr):
 def split_range(first, last, split, num_splits, split_size, BLOCK_N: tl.constexpr):
     """Keys [start, stop) of a split of [first, last): split_size keys, or an even share of its tiles."""
     if split_size is None:
-        tiles = tl.cdiv(last - first, BLOCK_N).to(tl.int64)
-        start = first + (tiles * split // num_splits).to(tl.int32) * BLOCK_N
-        stop = first + (tiles * (split + 1) // num_splits).to(tl.int32) * BLOCK_N
+        tiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_N)
+        each, more = tiles // num_splits, tiles % num_splits  # the first `more` splits have one tile more
+        start = first + (split * each + tl.minimum(split, more)) * BLOCK_N
+        stop = start + tl.where(split < more, each + 1, each) * BLOCK_N
     else:
         start = tl.minimum(first + split.to(tl.int64) * split_size, last).to(tl.int32)
         stop = start + tl.minimum(split_size, last - start)

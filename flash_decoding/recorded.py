@@ -1,0 +1,115 @@
+"""Calls made again: what follows from shapes and options is worked out once, and later calls bring addresses.
+
+Checking a call, planning it and binding its kernels costs tens of microseconds on the host, more than a short cache
+takes on a GPU. A model repeats a few signatures thousands of times, so the first call of one leaves a record, and a
+later one looks at nothing but what may differ: addresses, the stream, scratch, and flags of the tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flash_decoding.workspace import Workspace, find_workspace
+
+# Starts the kernels of a recorded call on a stream, with the addresses of q, k, v, the optional arrays there are, out,
+# lse and scratch, as far as there are these. False: nothing was started.
+Start = Callable[[Sequence[int], int], bool]
+
+_MAX_RECORDS = 1024
+
+
+class Recorded:
+    """One signature on one GPU, made again by repeat().
+
+    Args:
+        start: the kernels, for tensors that begin at multiples of 16 bytes.
+        device: of all tensors.
+        out_shape, lse_shape: of the results.
+        scratch_shape: of the partials; None: there is one split.
+    """
+
+    def __init__(
+        self, start: Start, device: torch.device, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
+        scratch_shape: tuple[int, ...] | None,
+    ) -> None:  # fmt: skip
+        self._start, self._device, self._index = start, device, device.index
+        self._out_shape, self._lse_shape, self._scratch_shape = out_shape, lse_shape, scratch_shape
+        self._held: tuple[Workspace | None, int, Workspace, Tensor | None] | None = None
+        self._scratch: tuple[int, ...] = ()
+
+    def repeat(
+        self, q: Tensor, addresses: list[int], out: Tensor | None, lse: Tensor | None, return_lse: bool,
+        workspace: Workspace | None,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
+        """The results of another call with this signature; None: it needs the long way, and nothing was started.
+
+        Args:
+            addresses: of q, k, v and the optional arrays there are; multiples of 16 for q, k and v.
+        """
+        if torch._C._cuda_getDevice() != self._index:
+            return None
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if self._scratch_shape is not None and not self._has_scratch(workspace, stream):
+            return None
+        if out is None:
+            out = make_out(q, self._out_shape)
+        at = out.data_ptr()
+        if at & 15:
+            return None
+        addresses.append(at)
+        if lse is None and return_lse:
+            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
+        if lse is not None:
+            addresses.append(lse.data_ptr())
+        addresses += self._scratch
+        if not self._start(addresses, stream):
+            return None
+        return (out, lse) if return_lse and lse is not None else out
+
+    def _has_scratch(self, workspace: Workspace | None, stream: int) -> bool:
+        """Find the scratch of this workspace and stream, unless a graph is captured, whose scratch is its own."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return False
+        held = self._held
+        if held is None or held[0] is not workspace or held[1] != stream or held[2].buffer is not held[3]:
+            assert self._scratch_shape is not None, "there are splits"
+            holder = find_workspace(workspace, self._device, stream)
+            partial = holder.partial(self._scratch_shape, self._out_shape[-1], self._device)
+            self._scratch = partial.acc.data_ptr(), partial.m.data_ptr(), partial.l.data_ptr()
+            self._held = workspace, stream, holder, holder.buffer
+        return True
+
+
+def make_out(q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """An output; like q where it can be, which takes half the time and keeps the order of its axes."""
+    if shape == q.shape and q.stride(-1) == 1:
+        return torch.empty_like(q)
+    return torch.empty(shape, dtype=q.dtype, device=q.device)
+
+
+class _Records(threading.local):
+    """Per thread, because a record's parameters and scratch are one call's at a time."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple, Recorded] = {}
+
+
+_records = _Records()
+
+
+def find(key: tuple) -> Recorded | None:
+    """The record of a signature, if there is one."""
+    return _records.by_key.get(key)
+
+
+def add(key: tuple, record: Recorded | None) -> None:
+    """Keep a record, if the call left one."""
+    if record is None:
+        return
+    if len(_records.by_key) >= _MAX_RECORDS:
+        _records.by_key.clear()
+    _records.by_key[key] = record

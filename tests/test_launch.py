@@ -1,0 +1,131 @@
+"""A kernel's parameters, packed as its PTX declares them, without a GPU; and records of calls on one."""
+
+import os
+import struct
+
+import pytest
+import torch
+from helpers import assert_matches, make_inputs
+
+from flash_decoding import Workspace, flash_decode, recorded
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter does not launch", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
+from compiling import build
+from triton import language as tl
+
+from flash_decoding.backends.triton.launch import _parameter_offsets, pack_parameters
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@triton.jit
+def _kernel(x_ptr, stride, nothing_ptr, scale, count, y_ptr, far, BLOCK: tl.constexpr):
+    n = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + n * stride[0], mask=n < count, other=0.0)
+    if nothing_ptr is not None:
+        x += 1.0
+    tl.store(y_ptr + n.to(tl.int64) * far + stride[1], x * scale, mask=n < count)
+
+
+SIGNATURE = {
+    "x_ptr": "*fp16", "stride": ("i32", "i64", "constexpr"), "scale": "fp32", "count": "i32", "y_ptr": "*fp32",
+    "far": "i64",
+}  # fmt: skip
+
+
+def test_parameters_lie_where_the_ptx_wants_them():
+    compiled = build(_kernel, SIGNATURE, {"BLOCK": 16, ("stride", 2): 1}, 90)
+    x, y = torch.zeros(4, dtype=torch.float16), torch.zeros(4)
+    packed = pack_parameters(compiled, (x, (3, 2**40, 1), None, 0.5, -7, y, 2**33, 16))
+    # x at 0; strides 3 at 8 and 2^40 at 16, aligned to its size; scale at 24, count at 28; y at 32; far at 40.
+    assert [at for at, _ in packed.tensors] == [0, 32]
+    assert packed.tensors[0][1] is x
+    assert packed.tensors[1][1] is y
+    assert struct.unpack_from("=i", packed.buffer, 8) == (3,)
+    assert struct.unpack_from("=q", packed.buffer, 16) == (2**40,)
+    assert struct.unpack_from("=fi", packed.buffer, 24) == (0.5, -7)
+    assert struct.unpack_from("=q", packed.buffer, 40) == (2**33,)
+    assert len(packed.buffer) >= _parameter_offsets(compiled.asm["ptx"])[1]
+
+
+def test_a_kernel_whose_parameters_do_not_fit_is_not_packed():
+    compiled = build(_kernel, SIGNATURE, {"BLOCK": 16, ("stride", 2): 1}, 90)
+    with pytest.raises(ValueError, match="zip"):
+        pack_parameters(compiled, (torch.zeros(4), 3, None))
+
+
+@pytest.mark.gpu
+@needs_gpu
+class TestRecords:
+    """The second call of a signature takes the short way, and is as right as the first."""
+
+    def repeats(self, monkeypatch):
+        counts = []
+        repeat = recorded.Recorded.repeat
+        monkeypatch.setattr(recorded.Recorded, "repeat", lambda *a, **k: (counts.append(1), repeat(*a, **k))[1])
+        return counts
+
+    @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+    @pytest.mark.parametrize("num_splits", [None, 1, 4])
+    def test_other_addresses_other_contents(self, monkeypatch, layout, num_splits):
+        counts = self.repeats(monkeypatch)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            q, k, v = make_inputs(3, 8, 2, 700, 64, torch.float16, "cuda", layout=layout)
+            lens = torch.randint(0, 701, (3,), dtype=torch.int32, device="cuda")
+            sinks = torch.randn(8, device="cuda")
+            out, lse = flash_decode(
+                q, k, v, layout=layout, kv_lens=lens, sinks=sinks, num_splits=num_splits, return_lse=True
+            )
+            assert_matches(out, lse, q, k, v, layout=layout, kv_lens=lens, sinks=sinks)
+        assert len(counts) == 3
+
+    def test_outputs_workspaces_and_streams_may_change(self):
+        q, k, v = make_inputs(1, 8, 2, 3000, 64, torch.bfloat16, "cuda")
+        want = flash_decode(q, k, v, num_splits=8)
+        for workspace in (None, Workspace(), Workspace(), None):
+            for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    out = torch.full_like(want, float("nan"))
+                    assert flash_decode(q, k, v, num_splits=8, workspace=workspace, out=out) is out
+                stream.synchronize()
+                assert torch.equal(out, want)
+        larger = make_inputs(4, 8, 2, 3000, 64, torch.bfloat16, "cuda")
+        flash_decode(*larger, num_splits=64)  # the library's own scratch grows, and moves
+        assert torch.equal(flash_decode(q, k, v, num_splits=8), want)
+
+    def test_what_a_signature_does_not_tell_is_still_refused_or_heeded(self):
+        q, k, v = make_inputs(1, 8, 2, 300, 64, torch.float16, "cuda")
+        want = flash_decode(q, k, v)
+        flash_decode(q, k, v)
+        with pytest.raises(ValueError, match="gradient"):
+            flash_decode(q.clone().requires_grad_(), k, v)
+        with pytest.raises(TypeError, match="causal"):
+            flash_decode(q, k, v, causal=1)
+        with pytest.raises(TypeError, match="workspace"):
+            flash_decode(q, k, v, workspace="mine")
+        # Addresses that are no multiple of 16 belong to another compiled kernel.
+        shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
+        assert torch.equal(flash_decode(shifted, k, v), want)
+        out = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape)
+        assert torch.equal(flash_decode(q, k, v, out=out), want)
+        # Values that are the keys, where before they were not.
+        assert_matches(flash_decode(q, k, k), None, q, k, k)
+
+    def test_a_captured_graph_and_eager_calls_do_not_disturb_each_other(self):
+        q, k, v = make_inputs(2, 8, 2, 4000, 64, torch.float16, "cuda")
+        want = flash_decode(q, k, v, num_splits=16)
+        flash_decode(q, k, v, num_splits=16)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = flash_decode(q, k, v, num_splits=16)
+        for _ in range(3):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(flash_decode(q, k, v, num_splits=16), want)
+            assert torch.equal(out, want)
