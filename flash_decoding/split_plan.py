@@ -2,13 +2,16 @@
 
 The constants were read off sweeps on one H200 (11 tiles x 10 split counts x 12 shapes, cold L2, 2026-11-29): the time
 of a call is flat near its best, and the best settings share one thing, about 72 KB of K and V in flight on every
-processor in one whole wave.
+processor in one whole wave. What is better than this rule by a percent or more differs from GPU to GPU and stands in a
+table of measured settings (tuning.py); what the table does not have follows the rule.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 # A processor that has this much on its way from memory is busy; more only adds partials to merge.
 _BYTES_IN_FLIGHT = 72 * 1024
@@ -27,6 +30,10 @@ _MAX_TILES = 2**31 - 2**16
 _SHARED_BESIDES_PIPELINE = 8 * 1024
 # The least among the architectures that the kernels are for (sm_86, sm_89), in bytes per program.
 MIN_SHARED_MEMORY = 99 * 1024
+# What a table of measured settings tells apart: kinds of calls, and how much of K and V a call may read, as the lower
+# ends of the ranges in MB. The ends lie halfway between powers of two, which is what caches mostly are.
+KINDS = ("dense", "paged", "ragged", "ragged-paged")
+SIZES_MB = (0, 6, 24, 96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,33 @@ class Plan:
         if self.num_splits == 1 or batch == 0:
             return None
         return self.num_splits, batch, heads_kv * group, q_len
+
+
+class Key(NamedTuple):
+    """What a setting was measured for."""
+
+    kind: str  # of KINDS
+    width: int  # of keys or values, whichever are wider, padded
+    rows: int  # block_m of the tile
+    from_mb: int  # of SIZES_MB
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How to go through K and V: what is free to choose once a tile has its rows and widths."""
+
+    block_n: int
+    num_warps: int
+    buffers: int
+    programs: int  # that run at once on a processor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The settings that were measured faster than the rule on one GPU. Hashed by identity, which costs nothing."""
+
+    settings: Mapping[Key, Setting]
+    sources: tuple[str, ...] = ()  # the files they are from
 
 
 def next_power_of_2(x: int) -> int:
@@ -115,11 +149,42 @@ def choose_tile(
             warps = 2
         # Two buffers and their page ids hide the hop from an id to its rows better than three.
         buffers = 2 if paged or ragged else 3
-    tile_bytes = block_n * (block_d + rest_d + block_dv) * element_size
-    besides = _SHARED_BESIDES_PIPELINE + (block_m * (block_d + rest_d) * element_size if widest > 256 else 0)
-    buffers = max(1, min(buffers, (shared_memory - besides) // tile_bytes))
-    num_stages = (2 * buffers if paged else buffers) + 1  # a page id takes a stage before its rows
-    return Tile(block_m, block_n, block_d, block_dv, min(block_m // 16 * warps, 8), num_stages, rest_d, buffers)
+    tile = Tile(block_m, block_n, block_d, block_dv, min(block_m // 16 * warps, 8), 1, rest_d)
+    return _with_pipeline(tile, buffers, element_size, shared_memory, paged)
+
+
+def _with_pipeline(tile: Tile, buffers: int, element_size: int, shared_memory: int, paged: bool) -> Tile:
+    """The tile with so many buffers, or as many as fit."""
+    width = tile.block_d + tile.rest_d
+    besides = _SHARED_BESIDES_PIPELINE
+    if max(tile.block_d, tile.block_dv) > 256:
+        besides += tile.block_m * width * element_size
+    buffers = max(1, min(buffers, (shared_memory - besides) // _tile_bytes(tile, element_size)))
+    # A page id takes a stage before its rows.
+    return replace(tile, buffers=buffers, num_stages=(2 * buffers if paged else buffers) + 1)
+
+
+def _tile_bytes(tile: Tile, element_size: int) -> int:
+    """Bytes of K and V in one tile."""
+    return tile.block_n * (tile.block_d + tile.rest_d + tile.block_dv) * element_size
+
+
+def find_key(tile: Tile, kv_bytes: int, *, paged: bool, ragged: bool) -> Key:
+    """Where the setting of a call stands in a table.
+
+    Args:
+        tile: the rule's, whose rows and widths every setting keeps.
+        kv_bytes: of the K and V that the call may read.
+    """
+    kind = KINDS[paged + 2 * ragged]
+    from_mb = max(size for size in SIZES_MB if size * 10**6 <= kv_bytes)
+    return Key(kind, max(tile.block_d + tile.rest_d, tile.block_dv), tile.block_m, from_mb)
+
+
+def apply_setting(tile: Tile, setting: Setting, element_size: int, shared_memory: int, paged: bool) -> Tile:
+    """The rule's tile with a measured setting instead of the rule's own."""
+    tile = replace(tile, block_n=setting.block_n, num_warps=setting.num_warps)
+    return _with_pipeline(tile, setting.buffers, element_size, shared_memory, paged)
 
 
 @lru_cache(maxsize=4096)
@@ -140,6 +205,7 @@ def choose_plan(
     ragged: bool = False,
     num_splits: int | None = None,
     split_size: int | None = None,
+    table: Table | None = None,
 ) -> Plan:
     """The plan of a GPU call.
 
@@ -151,6 +217,8 @@ def choose_plan(
         window: keys left of its own that a query sees; what is outside is not loaded and not counted.
         ragged: whether sequences may differ in length, by how much is not known here.
         num_splits, split_size: the caller's wish; None means choose.
+        table: settings measured on the device; None means the rule. A caller with a wish gets the rule's tile, which
+            knows neither batch nor length, so that neither changes a result's bits.
     """
     ragged = ragged and num_splits is None and split_size is None
     tile = choose_tile(group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged, ragged=ragged)
@@ -159,8 +227,15 @@ def choose_plan(
     if split_size is not None:
         return Plan(max(1, -(-kv_len // split_size)), split_size, tile)
     if num_splits is None:
+        programs = None
+        if table is not None and element_size == 2:  # exact float32 has tiles of another kind
+            kv_bytes = batch * heads_kv * kv_len * (head_dim + value_dim) * element_size
+            setting = table.settings.get(find_key(tile, kv_bytes, paged=paged, ragged=ragged))
+            if setting is not None:
+                tile = apply_setting(tile, setting, element_size, shared_memory, paged)
+                programs = setting.programs
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
-        slots = processors * programs_per_processor(tile, element_size)
+        slots = processors * (programs or programs_per_processor(tile, element_size))
         tiles = -(-kv_len // tile.block_n)
         if ragged and problems and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES:
             pieces = min(_PIECES_PER_PROCESSOR * processors, problems * tiles // _TILES_PER_PIECE)
@@ -173,8 +248,7 @@ def programs_per_processor(tile: Tile, element_size: int) -> int:
     """How many programs of the chunk kernel keep one processor's share of the memory system busy."""
     if element_size == 4:
         return 2  # their tiles are in registers, where two programs fit
-    in_flight = tile.buffers * tile.block_n * (tile.block_d + tile.rest_d + tile.block_dv) * element_size
-    return -(-_BYTES_IN_FLIGHT // in_flight)
+    return -(-_BYTES_IN_FLIGHT // (tile.buffers * _tile_bytes(tile, element_size)))
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_decoding.split_plan import MIN_SHARED_MEMORY, choose_num_splits, choose_plan, choose_tile
+from flash_decoding.split_plan import (
+    MIN_SHARED_MEMORY,
+    SIZES_MB,
+    Key,
+    Setting,
+    Table,
+    choose_num_splits,
+    choose_plan,
+    choose_tile,
+    find_key,
+)
 
 H200 = dict(processors=132, shared_memory=232448)
 
@@ -100,3 +110,83 @@ def test_tiles_hold_the_problem_and_fit(group, head_dim, value_dim, element_size
 
 def test_nothing_that_grows_is_in_the_tile():
     assert len({plan(batch, 8, 2, kv_len, 64).tile for batch in (1, 5, 64) for kv_len in (1, 1000, 10**6)}) == 1
+
+
+class TestTable:
+    """Settings measured on a device take the place of the rule's."""
+
+    SETTING = Setting(block_n=64, num_warps=1, buffers=2, programs=4)
+    LONG = (2, 8, 8, 65536, 64)  # 268 MB
+
+    def table(self, kind="dense", width=64, rows=16, from_mb=96, setting=SETTING):
+        return Table({Key(kind, width, rows, from_mb): setting})
+
+    def test_a_setting_replaces_tile_and_program_count(self):
+        rule, chosen = plan(*self.LONG), plan(*self.LONG, table=self.table())
+        assert (chosen.tile.block_n, chosen.tile.num_warps, chosen.tile.buffers) == (64, 1, 2)
+        assert chosen.tile.num_stages == 3
+        assert (chosen.tile.block_m, chosen.tile.block_d) == (rule.tile.block_m, rule.tile.block_d)
+        assert rule.num_splits < chosen.num_splits <= 4 * H200["processors"] // 16
+        more = plan(*self.LONG, table=self.table(setting=Setting(64, 1, 2, 8)))
+        assert more.num_splits > chosen.num_splits
+
+    def test_what_is_not_in_it_follows_the_rule(self):
+        for other in ({"kind": "paged"}, {"width": 128}, {"rows": 32}, {"from_mb": 24}):
+            assert plan(*self.LONG, table=self.table(**other)) == plan(*self.LONG)
+        assert plan(*self.LONG, element_size=4, table=self.table()) == plan(*self.LONG, element_size=4)
+
+    def test_a_wish_has_the_rule_s_tile_whatever_the_size(self):
+        """Otherwise batch and capacity would change a result's bits."""
+        table = Table({Key("dense", 64, 16, size): self.SETTING for size in SIZES_MB})
+        for wish in ({"num_splits": 4}, {"num_splits": 1}, {"split_size": 256}):
+            for batch, kv_len in ((1, 100), (2, 65536), (64, 65536)):
+                shape = (batch, 8, 8, kv_len, 64)
+                assert plan(*shape, **wish, table=table) == plan(*shape, **wish)
+                assert plan(*shape, **wish, table=table).tile == plan(*self.LONG).tile
+
+    @pytest.mark.parametrize(
+        ("options", "kind"),
+        [
+            ({}, "dense"),
+            ({"paged": True}, "paged"),
+            ({"ragged": True}, "ragged"),
+            ({"paged": True, "ragged": True}, "ragged-paged"),
+        ],
+        ids=lambda x: x if isinstance(x, str) else "",
+    )
+    def test_kinds(self, options, kind):
+        setting = Setting(16, 2, 4, 3)
+        chosen = plan(*self.LONG, **options, table=self.table(kind, setting=setting))
+        assert (chosen.tile.block_n, chosen.tile.num_warps, chosen.tile.buffers) == (16, 2, 4)
+        assert chosen.tile.num_stages == (9 if "paged" in kind else 5), "page ids take stages too"
+        if "ragged" in kind:
+            assert chosen.slots == 3 * H200["processors"]
+
+    def test_sizes_are_those_of_what_may_be_read(self):
+        tile, from_mb = plan(*self.LONG).tile, {}
+        for mb in (0, 1, 5.9, 6, 23, 24, 95, 96, 500):
+            from_mb[mb] = find_key(tile, int(mb * 1e6), paged=False, ragged=False).from_mb
+        assert from_mb == {0: 0, 1: 0, 5.9: 0, 6: 6, 23: 6, 24: 24, 95: 24, 96: 96, 500: 96}
+        # Only the window is read: 16 sequences' worth of 1001 keys.
+        assert plan(*self.LONG, window=1000, table=self.table()).tile == plan(*self.LONG).tile
+        small = self.table(from_mb=0)
+        assert plan(*self.LONG, window=1000, table=small).tile.block_n == 64
+
+    def test_wide_heads_have_keys_of_their_own(self):
+        for head_dim, value_dim, width in ((80, 80, 128), (64, 128, 128), (256, 64, 256), (512, 512, 512)):
+            tile = choose_tile(1, 1, head_dim, value_dim, 2)
+            assert find_key(tile, 0, paged=False, ragged=False).width == width
+        latent = find_key(choose_tile(16, 1, 576, 512, 2), 0, paged=True, ragged=False)
+        assert latent.width not in (64, 128, 256, 512)
+
+    def test_what_does_not_fit_is_made_to(self):
+        """A file made on another card must not ask for more shared memory than there is."""
+        table = self.table(width=128, setting=Setting(64, 4, 8, 1))
+        chosen = plan(1, 8, 8, 65536, 128, shared_memory=MIN_SHARED_MEMORY, table=table)
+        assert chosen.tile.buffers == 2
+        assert chosen.tile.num_stages == 3
+
+    def test_the_same_table_is_planned_once(self):
+        table = self.table()
+        assert plan(*self.LONG, table=table) is plan(*self.LONG, table=table)
+        assert hash(table) == hash(table) != hash(self.table())

@@ -26,6 +26,7 @@ from flash_decoding.bench.workloads import ITEMSIZE, Case, Shape
 from flash_decoding.cost_model import Sizes, Work, chunk_work, reduce_work
 from flash_decoding.hardware import Gpu, resident_programs
 from flash_decoding.split_plan import Plan, Tile, choose_plan
+from flash_decoding.tuning import find_table
 
 KERNELS = {"chunk": "_chunk_kernel", "reduce": "_reduce_kernel"}
 # What Nsight Compute is asked for, and what each is called in the table.
@@ -99,6 +100,7 @@ def plan_of(shape: Shape, dtype: str, gpu: Gpu, num_splits: int | None = None) -
         batch=s.batch, heads_kv=s.heads_kv, group=s.group, q_len=1, kv_len=s.kv_len, head_dim=s.head_dim,
         value_dim=s.head_dim, element_size=ITEMSIZE[dtype], processors=gpu.processors,
         shared_memory=gpu.limits.shared_per_program, num_splits=num_splits,
+        table=find_table((gpu.device_names or (gpu.name,))[0]),
     )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def profile_step(case: Case, gpu: Gpu, num_splits: int | None, method: Method) -
     sizes, splits = sizes_of(case.shape, case.dtype, plan.tile), plan.num_splits
     workspace = Workspace()
     calls: list[Any] = [
-        partial(flash_decode, q, k, v, num_splits=splits, workspace=workspace) for q, k, v in draw_copies(case, method)
+        partial(flash_decode, *copy, num_splits=num_splits, workspace=workspace) for copy in draw_copies(case, method)
     ]
     with nvtx_ranges():
         calls[0]()

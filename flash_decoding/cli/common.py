@@ -91,7 +91,8 @@ def require_writable(option: str, path: Path | None) -> None:
     """Refuse a file that cannot be written, before the work rather than after it; missing folders will be made."""
     if path is None:
         return
-    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    absolute = path.absolute()
+    folder = next(folder for folder in (*absolute.parents, absolute) if folder.exists())
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         fail(f"{option} must be a file that can be written, got {path}")
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from flash_decoding import explain
 from flash_decoding.backends import resolve
 from flash_decoding.cli.common import find_versions
+from flash_decoding.tuning import describe_table
 
 # The smallest call that every backend takes, to ask what would run it.
 _PROBE = (1, 1, 1, 64)
@@ -37,6 +38,9 @@ def info() -> None:
     if not torch.cuda.is_available():
         devices.add_row("cuda", "none found", "-", "PyTorch finds no CUDA device")
     console.print(devices)
+    for index in range(torch.cuda.device_count()):
+        name = torch.cuda.get_device_properties(index).name
+        console.print(f"settings of cuda:{index}: {describe_table(name)}", markup=False, soft_wrap=True)
 
 
 def _find_devices() -> list[torch.device]:
