@@ -1,6 +1,8 @@
 # make demo      a real language model writes text with our attention, in a fresh .venv
 # make test      everything that needs no GPU
 # make gpu-test  the tests that need one
+# make memcheck  each option once under NVIDIA's compute-sanitizer
+# make features  redraws docs/features.md from the tests
 # make lint      ruff and mypy
 # make bench     measure against every installed peer; make results redraws the README from the files
 #
@@ -15,6 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Tests run in up to this many processes; each holds torch and its own compiled kernels.
 WORKERS ?= 4
 ARGS ?=
+SANITIZER ?= compute-sanitizer
 
 # What is installed depends on TORCH too, so each choice has its own stamp.
 TORCH_OPTION := $(if $(TORCH),'$(TORCH)',-c constraints.txt)
@@ -24,7 +27,7 @@ DEV := $(VENV)/.dev-$(KEY)
 # What the README's table and picture are drawn from.
 README_RESULTS := benchmarks/results/nvidia-h200/article.json benchmarks/results/nvidia-h200/serving.json
 
-.PHONY: demo test gpu-test lint bench results clean
+.PHONY: demo test gpu-test memcheck features lint bench results clean
 
 demo: $(DEMO)
 	$(BIN)/flash-decoding generate $(ARGS)
@@ -37,6 +40,14 @@ test: $(DEV)
 
 gpu-test: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Without a cache every tensor is an allocation of its own, so that an access past its end is one.
+memcheck: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
+memcheck: $(DEV)
+	$(SANITIZER) --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k every_option $(ARGS)
+
+features: $(DEV)
+	$(BIN)/python tests/features.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

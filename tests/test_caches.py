@@ -24,6 +24,7 @@ def held(cache, sequence):
     return tuple(torch.cat([x[page] for page in table], dim=1)[:, :length].transpose(0, 1) for x in pools)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_dense_cache_grows_and_decodes(target, layout):
     cache = KVCache(
@@ -45,6 +46,28 @@ def test_dense_cache_grows_and_decodes(target, layout):
     for b, parts in enumerate(seen):
         k, v = (torch.cat([part[i] for part in parts], dim=1)[None] for i in range(2))
         assert max_error(got[b : b + 1], reference(q[b : b + 1], k, v)) < LOOSE[torch.float16]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_forks_of_a_paged_cache_decode(target, layout):
+    """Two sequences that share a prompt and go on differently see their own keys."""
+    cache = PagedKVCache(
+        8, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float16, device=target.device, layout=layout
+    )
+    prompt = cache.allocate()
+    cache.append([prompt], *new_tokens(1, 10, layout, target.device, torch.float16), backend=target.backend)
+    both = [prompt, cache.fork(prompt)]
+    cache.append(both, *new_tokens(2, 3, layout, target.device, torch.float16), new_lens=[3, 1], backend=target.backend)
+    q = torch.randn(2, 4, 1, WIDTH, device=target.device, dtype=torch.float16)
+    got = flash_decode(
+        q if layout == "bhnd" else q.transpose(1, 2), cache.k, cache.v, layout=layout, kv_lens=cache.kv_lens(both),
+        block_table=cache.block_table(both), backend=target.backend,
+    )  # fmt: skip
+    for b, sequence in enumerate(both):
+        k, v = (x.transpose(0, 1)[None] for x in held(cache, sequence))
+        want = reference(q[b : b + 1], k, v)
+        assert max_error((got if layout == "bhnd" else got.transpose(1, 2))[b : b + 1], want) < LOOSE[torch.float16]
 
 
 def test_a_full_dense_cache_refuses_and_keeps_what_it_has():

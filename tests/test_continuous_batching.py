@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import max_error
+from packaging.version import parse as parse_version
 from test_transformers import ALONE, CONFIGS, OWN_ATTENTION, PADDED, WINDOWED, generate, make_model, make_windowed_model
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +19,7 @@ from transformers import (
     modeling_flash_attention_utils,
     modeling_utils,
 )
+from transformers import __version__ as transformers_version
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.integrations import hub_kernels
 from transformers.utils import is_kernels_available
@@ -34,6 +36,9 @@ from flash_decoding.integrations.transformers import (
     register_kernel,
     reset_decode_calls,
 )
+
+if parse_version(transformers_version) < parse_version("5.21"):
+    pytest.skip(f"needs Transformers 5.21 or newer, here is {transformers_version}", allow_module_level=True)
 
 # The longest one is cut: a step takes at most 64 tokens, so that some steps hold a piece of it and decoding sequences.
 PROMPTS = [list(range(10, 23)), [7], list(range(5, 95)), list(range(40, 48))]

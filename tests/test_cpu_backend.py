@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, assert_matches, describe, make_inputs, max_error
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from numba import njit
 from paging import to_pages
 
@@ -369,66 +367,6 @@ def test_values_that_are_a_view_into_the_keys(dtype, plan):
 def test_wide_heads(head_dim, value_dim, dtype):
     _, k, v = make_inputs(1, 2, 2, TILE + 3, head_dim, dtype, "cpu", value_dim=value_dim)
     serve_and_check(torch.randn(1, 10, 2, head_dim).to(dtype), k, v, plan={"num_splits": 2})
-
-
-@st.composite
-def calls(draw):
-    """q, k, v in layout bhnd and the options of one call, of which many may be on."""
-    torch.manual_seed(draw(st.integers(0, 2**32)))
-    batch, heads_kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 4, 5, 8]))
-    q_len = draw(st.sampled_from([1, 1, 2, 3, 5, 16, 64]))
-    kv_len = draw(st.sampled_from([1, 2, 63, 64, 65, TILE, TILE + 1, 300]))
-    head_dim, value_dim = draw(st.sampled_from([(16, 16), (24, 40), (64, 64), (136, 72), (72, 136), (576, 512)]))
-    dtype = draw(st.sampled_from(DTYPES))
-    heads_q = heads_kv * group
-    q, k, v = (
-        torch.randn(*shape).to(dtype)
-        for shape in (
-            (batch, heads_q, q_len, head_dim),
-            (batch, heads_kv, kv_len, head_dim),
-            (batch, heads_kv, kv_len, value_dim),
-        )
-    )
-    if value_dim <= head_dim and draw(st.booleans()):
-        v = k[..., :value_dim]
-    tree = draw(st.booleans()) and draw(st.booleans())
-    choices = {
-        "kv_lens": torch.randint(kv_len + 1, (batch,), dtype=draw(st.sampled_from([torch.int32, torch.int64]))),
-        "kv_start": torch.randint(kv_len + 1, (batch,)) * (torch.rand(batch) < 0.5),
-        "q_lens": torch.randint(q_len + 1, (batch,)),
-        "scale": draw(st.sampled_from([0.0, -0.05, 0.2])),
-        "causal": tree,
-        "window": draw(st.sampled_from([0, 1, 7, 130, 10**9])),
-        "softcap": draw(st.sampled_from([0.0, 0.5, 3.0, 30.0])),
-        "alibi_slopes": random_slopes(heads_q),
-        "sinks": torch.randn(heads_q) * 5,
-        "key_mask": torch.rand(batch, kv_len) < draw(st.sampled_from([0.02, 0.5, 0.95])),
-    }
-    options = {name: value for name, value in choices.items() if draw(st.booleans())}
-    if tree:
-        options["tree_mask"] = torch.rand(batch, q_len, q_len) < draw(st.sampled_from([0.1, 0.6]))
-        options["causal"] = True
-    how = {
-        "page_size": draw(st.sampled_from([None, 1, 3, 16, 64])),
-        "layout": draw(st.sampled_from(["bhnd", "bnhd"])),
-        "plan": draw(
-            st.sampled_from([{}, {"num_splits": 1}, {"num_splits": 2}, {"num_splits": 7}, {"split_size": 30}])
-        ),
-        "poison": draw(st.sampled_from([torch.nan, torch.inf])),
-    }
-    if how["page_size"] is not None:
-        options.setdefault("kv_lens", torch.full((batch,), kv_len))
-        if draw(st.booleans()):
-            how["shared"] = True
-            k, v = (x[:1].expand(batch, -1, -1, -1) for x in (k, v))
-    return q, k, v, options, how
-
-
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
-@given(calls())
-def test_any_combination_of_options(call):
-    q, k, v, options, how = call
-    serve_and_check(q, k, v, **how, **options)
 
 
 def test_a_hidden_value_that_is_not_finite_stays_out_of_rows_without_keys():

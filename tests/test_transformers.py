@@ -365,6 +365,7 @@ def test_greedy_tokens_equal_sdpa_on_a_gpu(family, inputs, cache):
     assert torch.equal(got, want)
 
 
+@pytest.mark.compiles  # Transformers compiles the steps of a static cache on a GPU
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
