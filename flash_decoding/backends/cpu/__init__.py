@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_decoding.backends.cpu.chunk import Call, Sequence, View, make_kernel
+from flash_decoding.backends.cpu.chunk import PACKER, SIZE, make_kernel
+from flash_decoding.backends.cpu.record import place
 from flash_decoding.backends.cpu.scores import make_options
 from flash_decoding.backends.cpu.threads import choose_cpu_splits, count_threads, run_shared
 from flash_decoding.problem import Problem
@@ -29,7 +32,7 @@ _log = logging.getLogger("flash_decoding")
 _KINDS = {torch.float32: np.float32(0), torch.float16: np.int16(0), torch.bfloat16: np.uint16(0)}
 # Even splits are cut between blocks of this many keys.
 _BLOCK_N = 64
-_NOWHERE = View(0, 0, 0, 0)
+_NOWHERE = (0, 0, 0, 0)
 
 _kernel: Callable[..., Any] | None = None
 _status: dict[torch.dtype, str] = {}
@@ -53,18 +56,23 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
         # Of a ragged batch, one sequence may be nearly all the work.
         batch = p.batch if p.kv_lens is None else 1
         num_splits = choose_cpu_splits(batch, p.heads_kv, keys, count_threads(_elements(p)), _row_blocks(p))
-    return Plan(num_splits, split_size, Tile(4, _BLOCK_N, p.head_dim, p.value_dim, num_warps=1, num_stages=1))
+    return _make_plan(num_splits, split_size, p.head_dim, p.value_dim)
+
+
+@lru_cache(maxsize=1024)
+def _make_plan(num_splits: int, split_size: int | None, head_dim: int, value_dim: int) -> Plan:
+    return Plan(num_splits, split_size, Tile(4, _BLOCK_N, head_dim, value_dim, num_warps=1, num_stages=1))
 
 
 def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> None:
     """Fill out and, if it is not None, lse. partial is None exactly when the plan has one split."""
     dtype = problem.q.dtype
     kernel = _kernel if _kernel is not None and dtype in _status else _prepare(dtype)
-    counters = np.zeros(1 + (problem.batch * problem.heads_kv if plan.num_splits > 1 else 0), np.int64)
-    call = _describe(problem, plan, partial, out, lse, counters.ctypes.data)
+    problems = problem.batch * problem.heads_kv
+    memory = place(_describe(problem, plan, partial, out, lse), counters=1 + problems if plan.num_splits > 1 else 1)
     # `keep` lives as long as any thread works: an interrupt may take the caller away earlier.
-    work = bind(_work, kernel, call, _KINDS[dtype], (problem, partial, out, lse, counters))
-    run_shared(work, min(count_threads(_elements(problem)), problem.batch * problem.heads_kv * plan.num_splits))
+    work = bind(_work, kernel, ctypes.addressof(memory), _KINDS[dtype], (problem, partial, out, lse, memory))
+    run_shared(work, min(count_threads(_elements(problem)), problems * plan.num_splits))
 
 
 def compile_status() -> dict[str, str]:
@@ -88,69 +96,48 @@ def _elements(problem: Problem) -> int:
     return p.batch * p.heads_kv * _most_keys(p) * (p.head_dim + p.value_dim) * _row_blocks(p)
 
 
-def _work(kernel: Callable[..., Any], call: Call, kind: Any, keep: tuple[object, ...]) -> None:
-    kernel(call, kind)
+def _work(kernel: Callable[..., Any], record: int, kind: Any, keep: tuple[object, ...]) -> None:
+    kernel(record, kind)
 
 
-def _describe(
-    problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None, counters: int
-) -> Call:
+def _describe(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> bytes:
+    """The packed fields of Call, in their order."""
     p = problem
-    return Call(
-        q=_view(p.q),
-        k=_view(p.k),
-        v=_view(p.v),
-        out=_view(out),
-        lse=_address(lse),
-        partial_acc=0 if partial is None else partial.acc.data_ptr(),
-        partial_m=0 if partial is None else partial.m.data_ptr(),
-        partial_l=0 if partial is None else partial.l.data_ptr(),
-        kv_lens=_sequence(p.kv_lens),
-        kv_start=_sequence(p.kv_start),
-        q_lens=_sequence(p.q_lens),
-        block_table=_view_table(p.block_table),
-        key_mask=_view_table(p.key_mask),
-        tree_mask=_view_table(p.tree_mask),
-        causal=p.causal and p.tree_mask is None,
-        window=p.kv_len if p.window is None else min(p.window, p.kv_len),
-        batch=p.batch,
-        heads_q=p.heads_q,
-        heads_kv=p.heads_kv,
-        q_len=p.q_len,
-        kv_len=p.kv_len,
-        page_size=p.page_size or max(p.kv_len, 1),
-        head_dim=p.head_dim,
-        value_dim=p.value_dim,
-        num_splits=plan.num_splits,
-        split_size=plan.split_size or 0,
-        block_n=plan.tile.block_n,
-        next_unit=counters,
-        arrived=counters + 8,
-        score=make_options(p.scale, p.softcap, _address(p.alibi_slopes), _address(p.sinks)),
-    )
+    return PACKER.pack(
+        *_view(p.q), *_view(p.k), *_view(p.v), *_view(out), _address(lse),
+        *((0, 0, 0) if partial is None else (partial.acc.data_ptr(), partial.m.data_ptr(), partial.l.data_ptr())),
+        *_sequence(p.kv_lens), *_sequence(p.kv_start), *_sequence(p.q_lens),
+        *_view_table(p.block_table), *_view_table(p.key_mask), *_view_table(p.tree_mask),
+        p.causal and p.tree_mask is None, p.kv_len if p.window is None else min(p.window, p.kv_len),
+        p.batch, p.heads_q, p.heads_kv, p.q_len, p.kv_len, p.page_size or max(p.kv_len, 1), p.head_dim, p.value_dim,
+        plan.num_splits, plan.split_size or 0, plan.tile.block_n,
+        *make_options(p.scale, p.softcap, _address(p.alibi_slopes), _address(p.sinks)),
+    )  # fmt: skip
 
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _view(x: Tensor) -> View:
+def _view(x: Tensor) -> tuple[int, int, int, int]:
+    """The numbers of a View."""
     size = x.element_size()
     batch, head, token, _ = x.stride()
-    return View(x.data_ptr(), batch * size, head * size, token * size)
+    return x.data_ptr(), batch * size, head * size, token * size
 
 
-def _view_table(x: Tensor | None) -> View:
+def _view_table(x: Tensor | None) -> tuple[int, int, int, int]:
     """[batch, length] or [batch, tokens, length], whose tokens take the place of heads."""
     if x is None:
         return _NOWHERE
     size = x.element_size()
     batch, *tokens, length = x.stride()
-    return View(x.data_ptr(), batch * size, tokens[0] * size if tokens else 0, length * size)
+    return x.data_ptr(), batch * size, tokens[0] * size if tokens else 0, length * size
 
 
-def _sequence(x: Tensor | None) -> Sequence:
-    return Sequence(0, 0, 0) if x is None else Sequence(x.data_ptr(), x.stride(0) * x.element_size(), x.element_size())
+def _sequence(x: Tensor | None) -> tuple[int, int, int]:
+    """The numbers of a Sequence."""
+    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size(), x.element_size())
 
 
 def _prepare(dtype: torch.dtype) -> Callable[..., Any]:
@@ -163,8 +150,8 @@ def _prepare(dtype: torch.dtype) -> Callable[..., Any]:
             name = str(dtype).removeprefix("torch.")
             _log.info("preparing the CPU kernel for %s: compiled once, some seconds, then kept in Numba's cache", name)
             start = time.perf_counter()
-            counter = np.zeros(1, np.int64)
-            _kernel(_empty_call(counter.ctypes.data), _KINDS[dtype])
+            no_work = place(bytes(SIZE), counters=1)
+            _kernel(ctypes.addressof(no_work), _KINDS[dtype])
             how = "loaded from the cache" if sum(_kernel.stats.cache_hits.values()) > _cache_hits() else "compiled"
             _status[dtype] = f"{how} in {time.perf_counter() - start:.2f} s"
             _log.info("the CPU kernel for %s is ready: %s", name, _status[dtype])
@@ -184,15 +171,3 @@ def _make_kernel() -> Callable[..., Any]:
         # Numba found no directory that it may write to.
         _log.info("no writable cache directory for Numba: the CPU kernels are compiled in every process")
         return make_kernel(stamp, cache=False)
-
-
-def _empty_call(counter: int) -> Call:
-    """A call without work."""
-    none = Sequence(0, 0, 0)
-    sizes = {"batch": 0, "heads_q": 1, "heads_kv": 1, "q_len": 1, "kv_len": 0, "head_dim": 16, "value_dim": 16}
-    return Call(
-        q=_NOWHERE, k=_NOWHERE, v=_NOWHERE, out=_NOWHERE, lse=0, partial_acc=0, partial_m=0, partial_l=0, kv_lens=none,
-        kv_start=none, q_lens=none, block_table=_NOWHERE, key_mask=_NOWHERE, tree_mask=_NOWHERE, causal=True, window=0,
-        **sizes, page_size=1, num_splits=1, split_size=0, block_n=1, next_unit=counter, arrived=counter,
-        score=make_options(1.0, None, 0, 0),
-    )  # fmt: skip

@@ -9,6 +9,7 @@ whose page is not in the pool, is not written.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from functools import partial as bind
@@ -25,6 +26,7 @@ from torch import Tensor
 from flash_decoding.backends.cpu import _KINDS, _NOWHERE, _address, _prepare_lock, _sequence, _view, _view_table
 from flash_decoding.backends.cpu.chunk import Sequence, View
 from flash_decoding.backends.cpu.masks import read_length
+from flash_decoding.backends.cpu.record import make_packer, make_reader, place
 from flash_decoding.backends.cpu.reduce import vector_offset
 from flash_decoding.backends.cpu.simd import (
     _HAS_HALF,
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """One call as plain numbers; an address of 0 stands for an array that is not there."""
+    """One call as plain numbers; an address of 0 stands for an array that is not there. Its counter lies behind it."""
 
     k_new: View
     v_new: View
@@ -67,7 +69,7 @@ class Call(NamedTuple):
     sin_step: int
     half: int  # pairs per row that are turned
     positions: int  # rows of the tables
-    interleaved: bool
+    interleaved: int  # 1 or 0
     batch: int
     heads_kv: int
     heads_q: int
@@ -79,7 +81,11 @@ class Call(NamedTuple):
     pages: int
     head_dim: int
     value_dim: int
-    next_unit: int  # address of a counter
+
+
+_packer = make_packer(Call)
+_SIZE = _packer.size
+_read_call = make_reader(Call)
 
 
 @intrinsic
@@ -180,14 +186,15 @@ def _make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
     """The entry point. Numba keys its cache on this file and on captured constants: stamp covers the others."""
 
     @njit(nogil=True, cache=cache)
-    def append_units(call, kind, table_kind):
-        """Take units until none is left; any number of threads may run it on the same call."""
+    def append_units(record, kind, table_kind):
+        """Take units until none is left; any number of threads may run it on the same record."""
         stamp  # noqa: B018, captured by being named
+        call = _read_call(record)
         memory = np.empty(max(call.head_dim, call.value_dim), np.float32)
         row = memory.ctypes.data
         tokens = call.new + call.q_len
         while True:
-            unit = fetch_add(call.next_unit, 1)
+            unit = fetch_add(record + _SIZE, 1)
             if unit >= call.batch * tokens:
                 return memory[0]  # a use after the last unit, or memory would be freed before the first
             b, i = unit // tokens, unit % tokens
@@ -208,10 +215,9 @@ def append(call: Append) -> None:
     dtype = call.k_new.dtype
     table_dtype = torch.float32 if call.rotary_cos is None else call.rotary_cos.dtype
     kernel = _prepare() if _kernel is None else _kernel
-    counter = np.zeros(1, np.int64)
-    plain = _describe(call, counter.ctypes.data)
+    memory = place(_describe(call), counters=1)
     # `keep` lives as long as any thread works: an interrupt may take the caller away earlier.
-    work = bind(_work, kernel, plain, _KINDS[dtype], _KINDS[table_dtype], (call, counter))
+    work = bind(_work, kernel, ctypes.addressof(memory), _KINDS[dtype], _KINDS[table_dtype], (call, memory))
     if (dtype, table_dtype) not in _compiled:
         with _prepare_lock:  # so that no other thread forks while this one compiles
             work()
@@ -221,8 +227,8 @@ def append(call: Append) -> None:
     run_shared(work, count_threads(elements))
 
 
-def _work(kernel: Callable[..., Any], call: Call, kind: Any, table_kind: Any, keep: tuple[object, ...]) -> None:
-    kernel(call, kind, table_kind)
+def _work(kernel: Callable[..., Any], record: int, kind: Any, table_kind: Any, keep: tuple[object, ...]) -> None:
+    kernel(record, kind, table_kind)
 
 
 def _prepare() -> Callable[..., Any]:
@@ -238,38 +244,19 @@ def _prepare() -> Callable[..., Any]:
     return _kernel
 
 
-def _describe(call: Append, counter: int) -> Call:
+def _describe(call: Append) -> bytes:
+    """The packed fields of Call, in their order."""
     batch, heads_kv, new, head_dim = call.k_new.shape
-    return Call(
-        k_new=_view(call.k_new),
-        v_new=_view(call.v_new),
-        k=_view(call.k_cache),
-        v=_view(call.v_cache),
-        q=_NOWHERE if call.q is None else _view(call.q),
-        q_out=_NOWHERE if call.q_out is None else _view(call.q_out),
-        kv_lens=_sequence(call.kv_lens),
-        new_lens=_sequence(call.new_lens),
-        block_table=_view_table(call.block_table),
-        cos=_address(call.rotary_cos),
-        sin=_address(call.rotary_sin),
-        cos_step=_row_bytes(call.rotary_cos),
-        sin_step=_row_bytes(call.rotary_sin),
-        half=0 if call.rotary_cos is None else call.rotary_cos.shape[1],
-        positions=0 if call.rotary_cos is None else call.rotary_cos.shape[0],
-        interleaved=call.rotary_interleaved,
-        batch=batch,
-        heads_kv=heads_kv,
-        heads_q=0 if call.q is None else call.q.shape[1],
-        new=new,
-        q_len=0 if call.q is None else call.q.shape[2],
-        q_step=call.q_step,
-        capacity=call.capacity,
-        page_size=call.page_size or 0,
-        pages=call.k_cache.shape[0],
-        head_dim=head_dim,
-        value_dim=call.v_new.shape[3],
-        next_unit=counter,
-    )
+    heads_q, q_len = (0, 0) if call.q is None else call.q.shape[1:3]
+    positions, half = (0, 0) if call.rotary_cos is None else call.rotary_cos.shape
+    return _packer.pack(
+        *_view(call.k_new), *_view(call.v_new), *_view(call.k_cache), *_view(call.v_cache),
+        *(_NOWHERE if call.q is None else _view(call.q)), *(_NOWHERE if call.q_out is None else _view(call.q_out)),
+        *_sequence(call.kv_lens), *_sequence(call.new_lens), *_view_table(call.block_table),
+        _address(call.rotary_cos), _address(call.rotary_sin), _row_bytes(call.rotary_cos), _row_bytes(call.rotary_sin),
+        half, positions, call.rotary_interleaved, batch, heads_kv, heads_q, new, q_len, call.q_step, call.capacity,
+        call.page_size or 0, call.k_cache.shape[0], head_dim, call.v_new.shape[3],
+    )  # fmt: skip
 
 
 def _row_bytes(x: Tensor | None) -> int:

@@ -3,7 +3,7 @@
     s = scale * log2(e) * (q . k),   m = max s,   l = sum 2**(s - m),   acc = sum 2**(s - m) v
 
 A unit of work is one (sequence, KV head, split). It walks its keys in tiles of TILE: each tile is read from memory
-once and used by all the query rows of the KV head, four at a time, while the next tile is prefetched. The rows are
+once and used by all the query rows of the KV head, four at a time; the first four prefetch what is ahead. The rows are
 ordered by token, then by head, so that four rows are of few tokens, which see about the same keys. Only keys that some
 row sees enter a tile, by address, so nothing else is ever loaded and pages cost one look-up per tile and page. A split
 without a key leaves acc = 0, m = -inf, l = 0. The thread that finishes the last split of a (sequence, KV head) merges
@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit
 
 from flash_decoding.backends.cpu.masks import find_reach, hide_keys, hides, is_listed, overlaps
+from flash_decoding.backends.cpu.record import make_packer, make_reader
 from flash_decoding.backends.cpu.reduce import merge_row, vector_offset
 from flash_decoding.backends.cpu.scores import (
     NO_SCORE,
@@ -54,6 +55,7 @@ from flash_decoding.backends.cpu.simd import (
     load_int64,
     maximum,
     mul_rows,
+    one_per_line,
     places,
     prefetch_each,
     splat,
@@ -66,11 +68,18 @@ from flash_decoding.backends.cpu.simd import (
     store_shares,
     sub,
     sum_each,
+    vectors_per_line,
     zeros_outer,
 )
 
 # Keys per tile: 64 costs 10 % more at D = 128, 32 costs 30 % (Zen 5, float32 and bfloat16).
 TILE = 128
+# Rows are prefetched into the first-level cache, so many bytes ahead of their use divided by the bytes of an element:
+# 8 KB in float32, 16 KB in the others. Half as many cost 5 % in float32 and as much again cost 5 %; in bfloat16 half as
+# many cost 6 %. A whole tile ahead, into the second-level cache, costs 15 to 25 % in float32 (Zen 5, D = 128).
+BYTES_AHEAD = 32768
+MOST_AHEAD = 64
+LIST = TILE + MOST_AHEAD + LANES
 # Tuples stand for sizes known to the compiler: as many query rows, keys or columns as they have entries.
 # Rows times keys, and four rows times columns, make LANES accumulators, which fill half of the registers.
 FOUR_ROWS = (0, 1, 2, 3)
@@ -98,7 +107,10 @@ class Sequence(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call as plain numbers; an address of 0 stands for an array that is not there."""
+    """One call as plain numbers; an address of 0 stands for an array that is not there.
+
+    Behind it lie a counter of units and, where there are several splits, one of splits per (sequence, KV head).
+    """
 
     q: View
     k: View
@@ -114,7 +126,7 @@ class Call(NamedTuple):
     block_table: View  # [batch, pages]: only batch and token are strides
     key_mask: View  # [batch, keys], likewise
     tree_mask: View  # [batch, query tokens, new tokens]
-    causal: bool  # False with a tree_mask, which takes its place
+    causal: int  # 1 or 0; 0 with a tree_mask, which takes its place
     window: int  # kv_len where there is none
     batch: int
     heads_q: int
@@ -127,9 +139,12 @@ class Call(NamedTuple):
     num_splits: int
     split_size: int  # 0: share tiles of block_n keys out evenly
     block_n: int
-    next_unit: int  # address of a counter
-    arrived: int  # address of batch * heads_kv counters
     score: ScoreOptions
+
+
+PACKER = make_packer(Call)
+SIZE = PACKER.size
+read_call = make_reader(Call)
 
 
 class Scratch(NamedTuple):
@@ -143,8 +158,8 @@ class Scratch(NamedTuple):
     m: int  # [rows] float32
     l: int  # [rows] float64
     alpha: int  # [4] float32
-    k: int  # [2, TILE] int64 addresses of the visible keys, of this tile and the next
-    v: int  # [2, TILE] int64, their values
+    k: int  # [2, LIST] int64 addresses of the visible keys, of this tile and the next
+    v: int  # [2, LIST] int64, their values
     n: int  # [2, TILE] float32, their positions
     weights: int  # [num_splits] float32
 
@@ -155,7 +170,7 @@ class KeyTile(NamedTuple):
     begin: int
     end: int
     size: int
-    k: int  # address of [size] int64 addresses
+    k: int  # address of [size] int64 addresses, behind which those of the next tile begin
     v: int
     n: int  # address of [size] float32, positions counted from begin: small, so exact
 
@@ -184,8 +199,8 @@ def cut_scratch(base, call):
     acc = q + rows * q_row
     s = acc + rows * acc_row
     k = s + 4 * TILE * 4
-    v = k + 16 * TILE
-    n = v + 16 * TILE
+    v = k + 16 * LIST
+    n = v + 16 * LIST
     l = n + 8 * TILE
     m = l + 8 * rows
     alpha = m + 4 * rows
@@ -255,8 +270,8 @@ def page_of(call, b, n):
 @inner
 def find_keys(call, scratch, slot, reach, h_kv, begin, end):
     """The visible ones of at most TILE keys, listed in a slot of scratch."""
-    keys = scratch.k + slot * 8 * TILE
-    values = scratch.v + slot * 8 * TILE
+    keys = scratch.k + slot * 8 * LIST
+    values = scratch.v + slot * 8 * LIST
     positions = scratch.n + slot * 4 * TILE
     count, page_end = 0, begin
     while page_end < end:
@@ -280,17 +295,36 @@ def find_keys(call, scratch, slot, reach, h_kv, begin, end):
 
 
 @inner
-def score_tile(call, kind, scratch, tile, ahead, row, rows, width):
+def keys_ahead(width, kind):
+    """How many keys ahead to prefetch rows of this width."""
+    size = element_bytes(kind)
+    return min(max(BYTES_AHEAD // (width * size * size), 4), MOST_AHEAD)
+
+
+@inner
+def join_lists(call, kind, tile, ahead):
+    """List the first keys of the tile ahead behind those of a tile, for the prefetches; how many are listed then."""
+    more = min(ahead.size, keys_ahead(min(call.head_dim, call.value_dim), kind) + LANES)
+    for i in range(more):
+        store_int64(tile.k + 8 * (tile.size + i), load_int64(ahead.k + 8 * i))
+        store_int64(tile.v + 8 * (tile.size + i), load_int64(ahead.v + 8 * i))
+    return tile.size + more
+
+
+@inner
+def score_tile(call, kind, scratch, tile, listed, row, rows, width):
     """s [rows, tile.size] in base 2, `width` keys at a time, and -inf from there to the next whole vector."""
     q = places(scratch.q + row * scratch.q_row, scratch.q_row, rows)
     s = places(scratch.s, 4 * TILE, rows)
+    ahead = keys_ahead(call.head_dim, kind)
     for n in range(0, tile.size, len(width)):
         k = load_addresses(tile.k + 8 * n, width)
-        k_ahead = load_addresses(ahead.k + 8 * n, width)
+        k_ahead = load_addresses(tile.k + 8 * (n + ahead), width)
+        fetching = row == 0 and n + ahead + len(width) <= listed
         dots = zeros_outer(rows, width)
         for i in range(scratch.q_row // (4 * LANES)):
             at = vector_offset(i, call.head_dim) * element_bytes(kind)
-            if row == 0:
+            if fetching and i % vectors_per_line(kind) == 0:
                 prefetch_each(k_ahead, at)
             dots = fma_outer(load_each(q, 4 * LANES * i, FLOAT32), load_each(k, at, kind), dots)
         store_shares(s, 4 * n, transform_scores(sum_each(dots), call.score))
@@ -339,30 +373,31 @@ def weigh_tile(scratch, count, row, rows):
 
 
 @inner
-def add_values(call, kind, scratch, tile, ahead, row, rows, columns):
+def add_values(call, kind, scratch, tile, listed, row, rows, columns):
     """acc = alpha * acc + p v, some columns of vectors at a time, held in registers over the keys of the tile."""
     p = places(scratch.s, 4 * TILE, rows)
     alpha = splat_each(places(scratch.alpha, 4, rows), 0)
     acc_rows = places(scratch.acc + row * scratch.acc_row, scratch.acc_row, rows)
     step = LANES * element_bytes(kind)
+    ahead = keys_ahead(call.value_dim, kind)
     for i in range(0, (call.value_dim + LANES - 1) // LANES, len(columns)):
         in_acc = places(4 * LANES * i, 4 * LANES, columns)
         in_v = at_most(places(step * i, step, columns), (call.value_dim - LANES) * element_bytes(kind))
         acc = mul_rows(alpha, load_block(acc_rows, in_acc))
         for n in range(tile.size):
-            if row == 0:
-                prefetch_each(in_v, load_int64(ahead.v + 8 * n))
+            if row == 0 and n + ahead < listed:
+                prefetch_each(one_per_line(in_v, kind), load_int64(tile.v + 8 * (n + ahead)))
             acc = fma_outer(splat_each(p, 4 * n), load_each(in_v, load_int64(tile.v + 8 * n), kind), acc)
         store_block(acc_rows, in_acc, acc)
 
 
 @inner
-def attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, rows, width):
-    """Fold the keys of a tile into some query rows; the first rows prefetch the tile ahead."""
-    score_tile(call, kind, scratch, tile, ahead, block.row, rows, width)
+def attend_tile(call, kind, scratch, tile, listed, reach, h_kv, block, rows, width):
+    """Fold the keys of a tile into some query rows; the first rows prefetch."""
+    score_tile(call, kind, scratch, tile, listed, block.row, rows, width)
     adjust_scores(call, scratch, tile, reach, h_kv, block, rows)
     weigh_tile(scratch, tile.size, block.row, rows)
-    add_values(call, kind, scratch, tile, ahead, block.row, rows, COLUMNS)
+    add_values(call, kind, scratch, tile, listed, block.row, rows, COLUMNS)
 
 
 @inner
@@ -412,14 +447,15 @@ def attend_split(call, kind, scratch, b, h_kv, split):
         ahead = find_keys(call, scratch, slot, reach, h_kv, n + TILE, min(n + 2 * TILE, end))
         if tile.size == 0:
             continue
+        listed = join_lists(call, kind, tile, ahead)
         for row in range(0, rows, 4):
             block = Block(row, token_of(call, row), token_of(call, min(row + 3, rows - 1)))
             if not overlaps(call, reach, block.first, block.last, tile):
                 continue
             if rows - row == 1:
-                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, ONE_ROW, KEYS_OF_ONE_ROW)
+                attend_tile(call, kind, scratch, tile, listed, reach, h_kv, block, ONE_ROW, KEYS_OF_ONE_ROW)
             else:
-                attend_tile(call, kind, scratch, tile, ahead, reach, h_kv, block, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
+                attend_tile(call, kind, scratch, tile, listed, reach, h_kv, block, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
     store_state(call, kind, scratch, b, h_kv, split, rows)
 
 
@@ -427,20 +463,23 @@ def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
     """The entry point. Numba keys its cache on this file and on captured constants: stamp covers the others."""
 
     @njit(nogil=True, cache=cache)
-    def decode_units(call, kind):
-        """Take units until none is left; any number of threads may run it on the same call."""
+    def decode_units(record, kind):
+        """Take units until none is left; any number of threads may run it on the same record."""
         stamp  # noqa: B018, captured by being named
+        call, counters = read_call(record), record + SIZE
+        if call.batch == 0:  # nor sizes to divide by
+            return np.uint8(0)
         memory = np.empty(cut_scratch(0, call)[1] + 64, np.uint8)
         scratch = cut_scratch(whole(memory.ctypes.data, 64), call)[0]
         rows = call.heads_q // call.heads_kv * call.q_len
         while True:
-            unit = fetch_add(call.next_unit, 1)
+            unit = fetch_add(counters, 1)
             problem, split = unit // call.num_splits, unit % call.num_splits
             if problem >= call.batch * call.heads_kv:
                 return memory[0]  # a use after the last unit, or memory would be freed before the first
             b, h_kv = problem // call.heads_kv, problem % call.heads_kv
             attend_split(call, kind, scratch, b, h_kv, split)
-            if call.num_splits > 1 and fetch_add(call.arrived + 8 * problem, 1) == call.num_splits - 1:
+            if call.num_splits > 1 and fetch_add(counters + 8 + 8 * problem, 1) == call.num_splits - 1:
                 for row in range(rows):
                     merge_row(call, kind, head_of(call, h_kv, row), token_of(call, row), b, scratch.weights)
 

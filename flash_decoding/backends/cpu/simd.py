@@ -256,6 +256,20 @@ def element_bytes(typingctx: Any, kind: Any) -> Any:
     return types.int64(kind), codegen
 
 
+def _vectors_per_line(kind: types.Type) -> int:
+    return max(1, 64 * 8 // (LANES * kind.bitwidth))
+
+
+@intrinsic
+def vectors_per_line(typingctx: Any, kind: Any) -> Any:
+    """How many vectors of this kind as stored fill a cache line."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(_I64, _vectors_per_line(kind))
+
+    return types.int64(kind), codegen
+
+
 @intrinsic
 def load_int64(typingctx: Any, address: Any) -> Any:
     """The int64 at address."""
@@ -562,8 +576,20 @@ def at_most(typingctx: Any, values: Any, limit: Any) -> Any:
 
 
 @intrinsic
+def one_per_line(typingctx: Any, offsets: Any, kind: Any) -> Any:
+    """Of the offsets of neighbouring vectors, the first in each cache line."""
+    step = _vectors_per_line(kind)
+    kept = types.UniTuple(types.int64, -(-offsets.count // step))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _tuple(context, builder, kept, _untuple(builder, offsets, args[0])[::step])
+
+    return kept(offsets, kind), codegen
+
+
+@intrinsic
 def prefetch_each(typingctx: Any, addresses: Any, offset: Any) -> Any:
-    """Ask for the cache line at offset from each address to come to the second-level cache; never faults."""
+    """Ask for the cache line at offset from each address to come to the first-level cache; never faults."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         pointer = ir.IntType(8).as_pointer()
@@ -571,7 +597,8 @@ def prefetch_each(typingctx: Any, addresses: Any, offset: Any) -> Any:
         function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], type_)
         for x in _untuple(builder, addresses, args[0]):
             place = builder.inttoptr(builder.add(x, args[1]), pointer)
-            builder.call(function, [place, ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)])
+            to_read, every_level, data = (ir.Constant(_I32, i) for i in (0, 3, 1))
+            builder.call(function, [place, to_read, every_level, data])
         return context.get_dummy_value()
 
     return types.void(addresses, types.int64), codegen

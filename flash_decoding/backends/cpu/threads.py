@@ -44,6 +44,9 @@ def count_threads(elements: int) -> int:
 
 def run_shared(work: Callable[[], Any], threads: int) -> None:
     """Run `work` in this thread and in as many more as the pool has free; returns when all of them are done."""
+    if threads <= 1:
+        work()
+        return
     helpers: list[Future[Any]] = []
 
     def join(others: int) -> None:
