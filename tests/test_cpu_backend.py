@@ -1,5 +1,6 @@
 """What is particular to the CPU backend: vector arithmetic, shapes that straddle its blocks, threads, compiled code."""
 
+import ctypes
 import logging
 import os
 import platform
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from flash_decoding import flash_decode, reference
 from flash_decoding.backends import cpu
 from flash_decoding.backends.cpu import scores, simd, threads
 from flash_decoding.backends.cpu.chunk import TILE
+from flash_decoding.backends.cpu.record import make_packer, make_reader, place
 from flash_decoding.backends.cpu.simd import FLOAT32, LANES
 from flash_decoding.problem import Call, make_problem
 
@@ -124,6 +127,49 @@ def test_horizontal_sums_and_maxima():
     total, largest = sums_of_rows(x, y)
     assert np.array_equal(y, x.sum(1))
     assert (total, largest) == (x[0].sum(), x[0].max())
+
+
+# A call's numbers in memory.
+
+
+class Part(NamedTuple):
+    size: int
+    share: float
+
+
+class Whole(NamedTuple):
+    first: Part
+    count: int
+    second: Part
+
+
+read_whole = make_reader(Whole)
+
+
+@njit
+def numbers_of(record):
+    x = read_whole(record)
+    return x.first.size, x.first.share, x.count, x.second.size, x.second.share, simd.fetch_add(record + 40, 3)
+
+
+def test_a_record_reads_back_as_it_was_packed():
+    numbers = (-(2**62), 0.1, 2**63 - 1, 0, -np.inf)
+    memory = place(make_packer(Whole).pack(*numbers), counters=1)
+    assert numbers_of(ctypes.addressof(memory)) == (*numbers, 0)
+    assert numbers_of(ctypes.addressof(memory)) == (*numbers, 3)
+
+
+@njit
+def lines(offsets, kind):
+    return simd.one_per_line(offsets, kind), simd.vectors_per_line(kind)
+
+
+def test_vectors_that_share_a_cache_line():
+    for kind in (FLOAT32, *KINDS.values()):
+        size = LANES * kind.itemsize
+        kept, per_line = lines(tuple(range(0, 256, size)), kind)
+        assert kept == tuple(range(0, 256, 64))
+        assert per_line == 64 // size
 
 
 # Shapes that straddle vectors, rows and tiles.
