@@ -235,8 +235,7 @@ def choose_plan(
                 tile = apply_setting(tile, setting, element_size, shared_memory, paged)
                 programs = setting.programs
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
-        # Pieces differ in length: one more keeps a processor busy when another has ended.
-        slots = processors * (programs or programs_per_processor(tile, element_size) + ragged)
+        slots = processors * (programs or programs_per_processor(tile, element_size))
         tiles = -(-kv_len // tile.block_n)
         if ragged and problems and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES:
             pieces = min(_PIECES_PER_PROCESSOR * processors, problems * tiles // _TILES_PER_PIECE)

@@ -1,12 +1,12 @@
 """Pieces of a ragged batch, found on the device from the lengths there.
 
-Every problem, (sequence, KV head, tile of rows), is cut evenly into as many pieces as leave none larger than a limit,
-and a program has one piece. The limit is the smallest of a few for which all pieces run at once, side by side from
-start to end: a share of the batch's tiles per program that the device runs at once, or a little more. Where there are
-too many problems for that, pieces are smaller, and a free processor takes the program of the next number: sequences
-whose pieces are half the limit or more come first, since longest first leaves little to wait for at the end (R. L.
-Graham, "Bounds on multiprocessing timing anomalies", 1969). No host needs to know a length, and a captured graph adapts
-to every later one.
+A share is the tiles of the whole batch over a number of pieces. Every problem, (sequence, KV head, tile of rows), is
+cut evenly into as many pieces as leave none larger than a share and a quarter: a little more than a share is better
+than a small rest. Where one share per program that runs at once cuts the batch into no more pieces than that, all run
+from start to end side by side. Otherwise shares are smaller, and a free processor takes the program of the next number:
+sequences whose pieces are half a share or more come first, since longest first leaves little to wait for at the end
+(R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969). No host needs to know a length, and a captured graph
+adapts to every later one.
 
 Scratch holds the pieces of a problem one after the other, problem after problem, whatever the order of the programs.
 """
@@ -35,34 +35,34 @@ def _tiles_from(first_b, lens, B, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _limit_of_batch(lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles of the largest piece; heads: problems per sequence."""
-    _, tiles = _tiles_from(0, lens, B, Lq, BLOCK_N)
-    total = tl.sum(tiles, 0)
-    limit = tl.zeros([], tl.int32)
-    if B <= _BLOCK_B:  # more sequences have more problems than run at once
-        share = tl.maximum(tl.cdiv(total * heads, slots), 1)
-        for twentieths in range(0, 9):
-            tried = share + share * twentieths // 20
-            at_once = tl.sum(tl.cdiv(tiles, tried), 0) * heads <= slots
-            limit = tl.where(at_once & (limit == 0), tried, limit)
-    else:
-        for first_b in range(_BLOCK_B, B, _BLOCK_B):
-            _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-            total += tl.sum(tiles, 0)
-    share = tl.maximum(tl.cdiv(total * heads, pieces), 1)
-    # A little more than a share is better than a small rest.
-    return tl.where(limit > 0, limit, share + share // 4)
+def _cut(tiles, share):
+    """Pieces of a problem."""
+    return tl.cdiv(tiles, share + share // 4)
+
+
+@triton.jit
+def _share_of_batch(lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles that make one share; heads: problems per sequence."""
+    total = tl.zeros([], tl.int32)
+    for first_b in range(0, B, _BLOCK_B):
+        _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
+        total += tl.sum(tiles, 0)
+    share = tl.maximum(tl.cdiv(total * heads, slots), 1)
+    at_once = tl.zeros([], tl.int32)
+    for first_b in range(0, B, _BLOCK_B):
+        _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
+        at_once += tl.sum(_cut(tiles, share), 0)
+    return tl.where(at_once * heads <= slots, share, tl.maximum(tl.cdiv(total * heads, pieces), 1))
 
 
 @triton.jit
 def find_piece(program, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """(b, head, number, count, slot): a program has the piece `number` of `count` of a problem; count 0: none."""
-    limit = _limit_of_batch(lens, B, heads, slots, pieces, Lq, BLOCK_N)
+    share = _share_of_batch(lens, B, heads, slots, pieces, Lq, BLOCK_N)
     large = tl.zeros([], tl.int32)
     for first_b in range(0, B, _BLOCK_B):
         _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        large += tl.sum(tl.where(2 * tiles >= limit, tl.cdiv(tiles, limit), 0), 0)
+        large += tl.sum(tl.where(2 * tiles >= share, _cut(tiles, share), 0), 0)
     is_large = program < large * heads
     index = tl.where(is_large, program, program - large * heads)
 
@@ -70,8 +70,8 @@ def find_piece(program, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N
     b, before, slots, reached = 0, 0, 0, 0
     for first_b in range(0, B, _BLOCK_B):
         at, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        count = tl.cdiv(tiles, limit)
-        of_kind = tl.where((2 * tiles >= limit) == is_large, count, 0)
+        count = _cut(tiles, share)
+        of_kind = tl.where((2 * tiles >= share) == is_large, count, 0)
         passed = ((reached + tl.cumsum(of_kind, 0)) * heads <= index) & (at < B)
         b += tl.sum(passed.to(tl.int32), 0)
         before += tl.sum(tl.where(passed, of_kind, 0), 0)
@@ -79,7 +79,7 @@ def find_piece(program, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N
         reached += tl.sum(of_kind, 0)
     exists = b < B
     b = tl.minimum(b, B - 1)
-    count = tl.maximum(tl.cdiv(_count_tiles(b, lens, Lq, BLOCK_N), limit), 1)
+    count = tl.maximum(_cut(_count_tiles(b, lens, Lq, BLOCK_N), share), 1)
     place = index - before * heads
     return b, place // count, place % count, tl.where(exists, count, 0), slots * heads + place
 
@@ -87,10 +87,10 @@ def find_piece(program, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N
 @triton.jit
 def find_slots(b, head, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """The first slot of a problem's pieces, and their number."""
-    limit = _limit_of_batch(lens, B, heads, slots, pieces, Lq, BLOCK_N)
+    share = _share_of_batch(lens, B, heads, slots, pieces, Lq, BLOCK_N)
     before = tl.zeros([], tl.int32)
     for first_b in range(0, b, _BLOCK_B):
         at, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        before += tl.sum(tl.where(at < b, tl.cdiv(tiles, limit), 0), 0)
-    count = tl.cdiv(_count_tiles(b, lens, Lq, BLOCK_N), limit)
+        before += tl.sum(tl.where(at < b, _cut(tiles, share), 0), 0)
+    count = _cut(_count_tiles(b, lens, Lq, BLOCK_N), share)
     return before * heads + head * count, count
