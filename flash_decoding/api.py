@@ -99,9 +99,9 @@ def flash_decode(
 
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
+    arrays = (kv_lens, kv_start, block_table, q_lens, alibi_slopes, sinks, key_mask, tree_mask)
     key = None
-    if not check and type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _is_watched() and q.is_cuda:
-        arrays = (kv_lens, kv_start, block_table, q_lens, alibi_slopes, sinks, key_mask, tree_mask)
+    if not check and _may_be_recorded(q, k, v, arrays):
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
@@ -112,7 +112,7 @@ def flash_decode(
         record = recorded.find(key)
         if record is not None and _has_plain_flags(q, k, v, alibi_slopes, sinks, workspace):
             addresses += [x.data_ptr() for x in arrays if x is not None]
-            done = record.repeat(q, addresses, out, lse, return_lse, workspace)
+            done = record.repeat((q, k, v, *arrays), addresses, out, lse, return_lse, workspace)
             if done is not None:
                 return done
 
@@ -138,6 +138,15 @@ def flash_decode(
     else:
         recorded.add(key, run_and_record(problem, call, backend, workspace, out, lse))
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _may_be_recorded(q: Tensor, k: Tensor, v: Tensor, arrays: tuple[Tensor | None, ...]) -> bool:
+    """Whether these are plain tensors in memory. On a CPU, arrays are looked at on every call and take the long way."""
+    return (
+        type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _is_watched()
+        and q.layout is k.layout is v.layout is torch.strided
+        and (q.is_cuda or all(x is None for x in arrays))
+    )  # fmt: skip
 
 
 def _is_watched() -> bool:

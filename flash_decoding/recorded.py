@@ -1,8 +1,8 @@
 """Calls made again: what follows from shapes and options is worked out once, and later calls bring addresses.
 
 Checking a call, planning it and binding its kernels costs tens of microseconds on the host, more than a short cache
-takes on a GPU. A model repeats a few signatures thousands of times, so the first call of one leaves a record, and a
-later one looks at nothing but what may differ: addresses, the stream, scratch, and flags of the tensors.
+takes. A model repeats a few signatures thousands of times, so the first call of one leaves a record, and a later one
+looks at nothing but what may differ: addresses, the stream, scratch, and flags of the tensors.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from flash_decoding.workspace import Workspace, find_workspace
 
 # Starts the kernels of a recorded call on a stream, with the addresses of q, k, v, the optional arrays there are, out,
-# lse and scratch, as far as there are these. False: nothing was started.
-Start = Callable[[Sequence[int], int], bool]
+# lse and scratch, as far as there are these, and with the objects that own them. False: nothing was started.
+Start = Callable[[Sequence[int], int, object], bool]
 
 _MAX_RECORDS = 1024
 
 
 class Recorded:
-    """One signature on one GPU, made again by repeat().
+    """One signature on one device, made again by repeat().
 
     Args:
-        start: the kernels, for tensors that begin at multiples of 16 bytes.
+        start: the kernels, for q, k, v and out that begin at multiples of 16 bytes.
         device: of all tensors.
         out_shape, lse_shape: of the results.
         scratch_shape: of the partials; None: there is one split.
@@ -42,20 +42,25 @@ class Recorded:
         self._scratch: tuple[int, ...] = ()
 
     def repeat(
-        self, q: Tensor, addresses: list[int], out: Tensor | None, lse: Tensor | None, return_lse: bool,
-        workspace: Workspace | None,
+        self, tensors: tuple[Tensor | None, ...], addresses: list[int], out: Tensor | None, lse: Tensor | None,
+        return_lse: bool, workspace: Workspace | None,
     ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
         """The results of another call with this signature; None: it needs the long way, and nothing was started.
 
         Args:
+            tensors: q, and those that the call reads besides.
             addresses: of q, k, v and the optional arrays there are; multiples of 16 for q, k and v.
         """
-        if torch._C._cuda_getDevice() != self._index:
-            return None
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = 0
+        if self._index is not None:
+            if torch._C._cuda_getDevice() != self._index:
+                return None
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
         if self._scratch_shape is not None and not self._has_scratch(workspace, stream):
             return None
         if out is None:
+            q = tensors[0]
+            assert q is not None, "comes first"
             out = make_out(q, self._out_shape)
         at = out.data_ptr()
         if at & 15:
@@ -66,13 +71,13 @@ class Recorded:
         if lse is not None:
             addresses.append(lse.data_ptr())
         addresses += self._scratch
-        if not self._start(addresses, stream):
+        if not self._start(addresses, stream, (tensors, out, lse, self._held)):
             return None
         return (out, lse) if return_lse and lse is not None else out
 
     def _has_scratch(self, workspace: Workspace | None, stream: int) -> bool:
         """Find the scratch of this workspace and stream, unless a graph is captured, whose scratch is its own."""
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if self._index is not None and torch._C._cuda_isCurrentStreamCapturing():
             return False
         held = self._held
         if held is None or held[0] is not workspace or held[1] != stream or held[2].buffer is not held[3]:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Addresses
 from functools import lru_cache
 from functools import partial as bind
 from pathlib import Path
@@ -23,6 +24,7 @@ from flash_decoding.backends.cpu.record import place
 from flash_decoding.backends.cpu.scores import make_options
 from flash_decoding.backends.cpu.threads import choose_cpu_splits, count_threads, run_shared
 from flash_decoding.problem import Problem
+from flash_decoding.recorded import Start
 from flash_decoding.split_plan import Plan, Tile
 from flash_decoding.workspace import Partial
 
@@ -33,6 +35,8 @@ _KINDS = {torch.float32: np.float32(0), torch.float16: np.int16(0), torch.bfloat
 # Even splits are cut between blocks of this many keys.
 _BLOCK_N = 64
 _NOWHERE = (0, 0, 0, 0)
+# Where the packed numbers of a Call hold the addresses of q, k, v, out, lse, and the partial's acc, m and l.
+_ADDRESSES = (0, 4, 8, 12, 16, 17, 18, 19)
 
 _kernel: Callable[..., Any] | None = None
 _status: dict[torch.dtype, str] = {}
@@ -73,6 +77,33 @@ def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, l
     # `keep` lives as long as any thread works: an interrupt may take the caller away earlier.
     work = bind(_work, kernel, ctypes.addressof(memory), _KINDS[dtype], (problem, partial, out, lse, memory))
     run_shared(work, min(count_threads(_elements(problem)), problems * plan.num_splits))
+
+
+def record(
+    problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None
+) -> Start | None:  # fmt: skip
+    """decode(), and how to do it again for a call without optional arrays."""
+    decode(problem, plan, partial, out, lse)
+    p = problem
+    arrays = (p.kv_lens, p.kv_start, p.block_table, p.q_lens, p.alibi_slopes, p.sinks, p.key_mask, p.tree_mask)
+    if any(x is not None for x in arrays):
+        return None
+    numbers = list(PACKER.unpack(_describe(problem, plan, partial, out, lse)))
+    places = [i for i in _ADDRESSES if numbers[i]]
+    kernel, kind = _prepare(p.q.dtype), _KINDS[p.q.dtype]
+    problems = p.batch * p.heads_kv
+    counters = 1 + problems if plan.num_splits > 1 else 1
+    most_threads, elements = problems * plan.num_splits, _elements(p)
+
+    def start(addresses: Addresses[int], _stream: int, owners: object) -> bool:
+        for i, address in zip(places, addresses, strict=True):
+            numbers[i] = address
+        memory = place(PACKER.pack(*numbers), counters)
+        work = bind(_work, kernel, ctypes.addressof(memory), kind, (owners, memory))
+        run_shared(work, min(count_threads(elements), most_threads))
+        return True
+
+    return start
 
 
 def compile_status() -> dict[str, str]:

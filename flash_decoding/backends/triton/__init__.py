@@ -47,7 +47,7 @@ def record(
     with recording() as started:
         decode(problem, plan, partial, out, lse)
     p = problem
-    if any(x.data_ptr() & 15 for x in (p.q, p.k, p.v, out)):
+    if p.q.device.type != "cuda" or any(x.data_ptr() & 15 for x in (p.q, p.k, p.v, out)):
         return None
     arrays = (p.kv_lens, p.kv_start, p.block_table, p.q_lens, p.alibi_slopes, p.sinks, p.key_mask, p.tree_mask)
     tensors = [x for x in (p.q, p.k, p.v, *arrays, out, lse, *(partial or ())) if x is not None]
