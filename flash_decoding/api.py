@@ -109,7 +109,10 @@ def flash_decode(
             scale, type(scale), causal, type(causal), window, type(window), softcap, type(softcap), num_splits,
             type(num_splits), split_size, type(split_size), return_lse, backend, _facts(arrays), _facts((out, lse)),
         )  # fmt: skip
-        record = recorded.find(key)
+        try:
+            record = recorded.find(key)
+        except TypeError:  # something unhashable is none of the types allowed, which the checks below say by name
+            record = key = None
         if record is not None and _has_plain_flags(q, k, v, alibi_slopes, sinks, workspace):
             addresses += [x.data_ptr() for x in arrays if x is not None]
             done = record.repeat((q, k, v, *arrays), addresses, out, lse, return_lse, workspace)
@@ -160,10 +163,13 @@ def _is_watched() -> bool:
 
 
 def _facts(arrays: tuple[Tensor | None, ...]) -> tuple | None:
-    """What a signature holds of optional tensors."""
+    """What a signature holds of optional tensors; anything else stands for itself."""
     if not any(x is not None for x in arrays):
         return None
-    return tuple([x if not isinstance(x, Tensor) else (x.shape, x.stride(), x.dtype, x.device) for x in arrays])
+    return tuple([
+        (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) and x.layout is torch.strided else x
+        for x in arrays
+    ])  # fmt: skip
 
 
 def _has_plain_flags(
