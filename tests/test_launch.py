@@ -113,11 +113,11 @@ class TestRecords:
             flash_decode(q, k, v, causal=1)
         with pytest.raises(TypeError, match="workspace"):
             flash_decode(q, k, v, workspace="mine")
-        with pytest.raises(TypeError, match="^window must be"):
+        with pytest.raises(TypeError, match=r"^window must be"):
             flash_decode(q, k, v, window=[5])
-        with pytest.raises(TypeError, match="^kv_lens must be"):
+        with pytest.raises(TypeError, match=r"^kv_lens must be"):
             flash_decode(q, k, v, kv_lens=[300])
-        with pytest.raises(TypeError, match="^k must be a dense tensor"):
+        with pytest.raises(TypeError, match=r"^k must be a dense tensor"):
             flash_decode(q, k.to_sparse(), v)
         # Addresses that are no multiple of 16 belong to another compiled kernel.
         shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device=q.device)[1:].view(q.shape).copy_(q)
