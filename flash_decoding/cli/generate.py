@@ -67,6 +67,8 @@ def generate(
     inputs = _encode(tokenizer, _fill(tokenizer, context) + prompt).to(target)
     prompt_len = inputs["input_ids"].shape[1]
     _check_length(language_model, prompt_len + max_new_tokens)
+    incomparable = _find_what_sdpa_lacks(language_model) if compare else None
+    compare = compare and incomparable is None
     # On a CPU one kernel serves every length, and reading a long prompt twice more would take minutes.
     warmup = _encode(tokenizer, prompt) if target.type == "cpu" else inputs
     with _doing(progress, "Compiling kernels and warming up ..."):
@@ -87,7 +89,9 @@ def generate(
         theirs = run(language_model, inputs, THEIRS, len(ours.tokens), forced=ours.tokens, keep_logits=True)
         difference = max(float((a - b).abs().max()) for a, b in zip(ours.logits, theirs.logits, strict=True))
     layers = _count_layers(language_model)
-    _print_table(ours, theirs, difference, layers, [busy, _explain_short(ours, theirs, prompt_len, layers)])
+    _print_table(
+        ours, theirs, difference, layers, [busy, incomparable, _explain_short(ours, theirs, prompt_len, layers)]
+    )
     if json_file is not None:
         write_json(
             json_file,
@@ -111,6 +115,15 @@ def generate(
                 "versions": find_versions("transformers", "triton", "numba", "numpy"),
             },
         )
+
+
+def _find_what_sdpa_lacks(model: PreTrainedModel) -> str | None:
+    """Why the model would not write the same through SDPA, if so."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return "not compared with SDPA, which leaves out this model's soft cap"
+    if not model._supports_sdpa:
+        return "not compared with SDPA, on which this model does not run"
+    return None
 
 
 @contextlib.contextmanager
