@@ -101,13 +101,14 @@ def flash_decode(
     """
     arrays = (kv_lens, kv_start, block_table, q_lens, alibi_slopes, sinks, key_mask, tree_mask)
     key = None
-    if not check and _may_be_recorded(q, k, v, arrays):
+    if check is False and _may_be_recorded(q, k, v, arrays):
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
             v.dtype, v.device, (addresses[0] | addresses[1] | addresses[2]) & 15, addresses[1] == addresses[2], layout,
             scale, type(scale), causal, type(causal), window, type(window), softcap, type(softcap), num_splits,
             type(num_splits), split_size, type(split_size), return_lse, backend, _facts(arrays), _facts((out, lse)),
+            0 if q.is_cuda else torch.get_num_threads(),
         )  # fmt: skip
         try:
             record = recorded.find(key)

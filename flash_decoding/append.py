@@ -96,8 +96,9 @@ def append_kv(
         layout: "bhnd" as above, or "bnhd" (flash-attn): k_new [B, L, Hkv, D], k_cache [B, N, Hkv, D], and so on.
         block_table: [B, max_pages] int32, the pages of each sequence in a paged cache: k_cache is then
             [pages, Hkv, page_size, D] ([pages, page_size, Hkv, D] for "bnhd"), v_cache likewise. No two sequences may
-            write to the same page. Entries that no new token reaches may hold anything; a token whose page is not in
-            the pool is dropped on a GPU and refused on the CPU.
+            write to the same page; where two new tokens would get the same place of one, the CPU refuses the call.
+            Entries that no new token reaches may hold anything; a token whose page is not in the pool is dropped on a
+            GPU and refused on the CPU.
         new_lens: [B], new tokens per sequence where they differ: the first new_lens[b] of L count. None means L.
         rotary_cos: [positions, rotary_dim / 2], dtype of k_new or float32, at least as many positions as the cache
             holds: the key at position n is rotated by row n, in its first rotary_dim entries. None means no rotation.
@@ -108,7 +109,7 @@ def append_kv(
             the tables); needs rotary_cos. None means none.
         q_advances: False rotates all query tokens of a sequence by position kv_lens[b].
         backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
-        check: also read lengths and page ids on a GPU and refuse those outside the cache; synchronises.
+        check: also read lengths and page ids on a GPU and refuse what the CPU refuses; synchronises.
 
     Returns:
         The rotated queries, a new tensor like q, or None without q.
@@ -341,12 +342,18 @@ def _state_errors(call: AppendCall) -> Iterator[Exception]:
             )
         if x.is_neg():
             yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
+    k_cache, v_cache = call.k_cache, call.v_cache
+    if (
+        k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel()
+        and k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride()
+    ):  # fmt: skip
+        yield ValueError("v_cache must not be k_cache: keys would be overwritten by values, got the same memory twice")
     if call.kv_lens.numel() and (call.check or call.kv_lens.device.type == "cpu"):
         yield from _value_errors(call)
 
 
 def _value_errors(call: AppendCall) -> Iterator[Exception]:
-    """Positions and pages outside the cache; reads lengths and the table."""
+    """Positions and pages outside the cache, and places given twice; reads lengths and the table."""
     capacity, new = _capacity(call), call.k_new.shape[_axes(call)[1]]
     for name, lens, most in (("kv_lens", call.kv_lens, capacity), ("new_lens", call.new_lens, new)):
         if lens is None:
@@ -372,6 +379,26 @@ def _value_errors(call: AppendCall) -> Iterator[Exception]:
                 f"block_table must hold pages from 0 to {pages - 1} where new keys go, "
                 f"got {int(table[b, column])} at [{b}, {column}]"
             )
+            return
+        written = table[reached].tolist()
+        if len(set(written)) < len(written):
+            yield from _place_errors(call.kv_lens, ends, new, table, page_size)
+
+
+def _place_errors(lens: Tensor, ends: Tensor, new: int, table: Tensor, page_size: int) -> Iterator[Exception]:
+    """Two new tokens in one place: new ones go to positions from lens [B] to ends [B], all in the cache."""
+    position = lens[:, None].long() + torch.arange(new, device=lens.device)
+    written = position < ends[:, None]
+    sequence, position = written.nonzero()[:, 0], position[written]
+    place = table[sequence, position // page_size].long() * page_size + position % page_size
+    places, counts = place.unique(return_counts=True)
+    if len(places) < len(place):
+        twice = int(places[counts > 1][0])
+        page, slot = divmod(twice, page_size)
+        yield ValueError(
+            f"block_table must have a place of its own for every new token, got slot {slot} of page {page} for "
+            f"tokens of sequences {sequence[place == twice].tolist()}"
+        )
 
 
 def _axes(call: AppendCall) -> tuple[int, int]:

@@ -7,7 +7,8 @@ launch. A captured CUDA graph does not run the host's part: capture append_kv() 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -93,11 +94,13 @@ class KVCache:
         self.lengths = [length + new for length, new in zip(self.lengths, counts, strict=True)]
         return rotated
 
-    def free(self, sequences: Sequence[int] | None = None) -> None:
-        """Empty some sequences, or all: their memory is written anew by the next append."""
-        for b in range(len(self.lengths)) if sequences is None else sequences:
-            if not 0 <= b < len(self.lengths):
+    def free(self, sequences: int | Sequence[int] | None = None) -> None:
+        """Empty some sequences, one, or all (None): their memory is written anew by the next append."""
+        emptied = list(range(len(self.lengths))) if sequences is None else _as_list(sequences)
+        for b in emptied:
+            if not isinstance(b, Integral) or not 0 <= b < len(self.lengths):
                 raise ValueError(f"sequences must lie from 0 to {len(self.lengths) - 1}, got {b}")
+        for b in emptied:
             self.lengths[b] = 0
         self.kv_lens.copy_(_to_device(self.lengths, self.k.device))
 
@@ -107,7 +110,8 @@ class PagedKVCache:
 
     allocate() gives a sequence's number, append() writes to a list of sequences and takes pages as they grow, fork()
     makes a sequence that shares what another one holds, free() gives the pages back that nobody else uses.
-    block_table() and kv_lens() are what flash_decode() wants for a list of sequences.
+    block_table() and kv_lens() are what flash_decode() wants for a list of sequences; where a list is taken, one
+    sequence may stand for a list of itself.
 
     A page is shared until somebody writes to it: only the last, partly filled page of a fork is ever copied, when
     either side appends to it.
@@ -198,7 +202,7 @@ class PagedKVCache:
 
     def append(
         self,
-        sequences: Sequence[int],
+        sequences: int | Sequence[int],
         k_new: Tensor,
         v_new: Tensor,
         *,
@@ -208,7 +212,7 @@ class PagedKVCache:
         """Write new keys [B, Hkv, L, D] and values behind those of B sequences.
 
         Args:
-            sequences: B different sequences, one per row of k_new.
+            sequences: B different sequences, one per row of k_new; for one row also the sequence itself.
             k_new, v_new: as for append_kv(), in the layout of the cache.
             new_lens: how many of the L new tokens count, per sequence; None means all.
             options: rotary_cos, rotary_sin, rotary_interleaved, q, q_advances and backend of append_kv().
@@ -219,9 +223,10 @@ class PagedKVCache:
         Raises:
             CacheFullError: the pool has too few free pages; nothing has changed.
         """
+        sequences = _as_list(sequences)
         self._check(sequences)
         if len(set(sequences)) < len(sequences):
-            raise ValueError(f"sequences must differ from each other, got {list(sequences)}")
+            raise ValueError(f"sequences must differ from each other, got {sequences}")
         counts = _counts(k_new, self.layout, new_lens, len(sequences))
         needed = self._pages_needed(sequences, counts)
         if needed > len(self._free):
@@ -242,18 +247,20 @@ class PagedKVCache:
             self._lengths[sequence] += new
         return rotated
 
-    def block_table(self, sequences: Sequence[int]) -> Tensor:
+    def block_table(self, sequences: int | Sequence[int]) -> Tensor:
         """[B, max_pages] int32 on the device of the cache, as wide as the longest sequence; entries past an end are 0.
 
         Made anew by every call: with many layers of the same lengths, ask once per step.
         """
+        sequences = _as_list(sequences)
         self._check(sequences)
         rows = [self._pages[sequence] for sequence in sequences]
         width = max([1, *map(len, rows)])
         return _to_device([row + [0] * (width - len(row)) for row in rows], self.k.device).view(len(rows), width)
 
-    def kv_lens(self, sequences: Sequence[int]) -> Tensor:
+    def kv_lens(self, sequences: int | Sequence[int]) -> Tensor:
         """[B] int32 on the device of the cache."""
+        sequences = _as_list(sequences)
         self._check(sequences)
         return _to_device([self._lengths[sequence] for sequence in sequences], self.k.device)
 
@@ -297,6 +304,8 @@ class PagedKVCache:
 
     def _check(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
+            if not isinstance(sequence, Integral):
+                raise TypeError(f"sequences must be ints that allocate() gave, got {type(sequence).__name__}")
             if sequence not in self._pages:
                 raise ValueError(f"sequences must be allocated and not freed, got {sequence}")
 
@@ -313,17 +322,29 @@ def _make_pair(
     return k, torch.empty((first, *middle, head_dim if value_dim is None else value_dim), dtype=dtype, device=device)
 
 
+def _as_list(sequences: int | Sequence[int]) -> list[int]:
+    if isinstance(sequences, Integral):
+        return [int(sequences)]
+    if not isinstance(sequences, Iterable):
+        raise TypeError(f"sequences must be an int or a list of ints, got {type(sequences).__name__}")
+    return list(sequences)
+
+
 def _length_axis(layout: str) -> int:
     return 2 if layout == "bhnd" else 1
 
 
 def _counts(k_new: Tensor, layout: str, new_lens: Sequence[int] | None, batch: int) -> list[int]:
     """New tokens per sequence."""
+    if not isinstance(k_new, Tensor):
+        raise TypeError(f"k_new must be a torch.Tensor, got {type(k_new).__name__}")
     if k_new.ndim != 4 or k_new.shape[0] != batch:
         raise ValueError(f"k_new must have four dimensions and one row per sequence, {batch}, got {list(k_new.shape)}")
     new = k_new.shape[_length_axis(layout)]
     if new_lens is None:
         return [new] * batch
+    if not isinstance(new_lens, Iterable):
+        raise TypeError(f"new_lens must be a list of ints or None, got {type(new_lens).__name__}")
     counts = [int(x) for x in new_lens]
     if len(counts) != batch or not all(0 <= x <= new for x in counts):
         raise ValueError(f"new_lens must hold {batch} numbers from 0 to {new}, got {counts}")

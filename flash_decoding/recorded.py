@@ -8,6 +8,7 @@ looks at nothing but what may differ: addresses, the stream, scratch, and flags 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,7 +39,11 @@ class Recorded:
     ) -> None:  # fmt: skip
         self._start, self._device, self._index = start, device, device.index
         self._out_shape, self._lse_shape, self._scratch_shape = out_shape, lse_shape, scratch_shape
-        self._held: tuple[Workspace | None, int, Workspace, Tensor | None] | None = None
+        # Where scratch was last found. Weakly: a record must not keep memory that its owner gave up.
+        self._stream = -1
+        self._workspace: Callable[[], Workspace | None] = _nowhere
+        self._holder: Callable[[], Workspace | None] = _nowhere
+        self._buffer: Callable[[], Tensor | None] = _nowhere
         self._scratch: tuple[int, ...] = ()
 
     def repeat(
@@ -51,13 +56,15 @@ class Recorded:
             tensors: q, and those that the call reads besides.
             addresses: of q, k, v and the optional arrays there are; multiples of 16 for q, k and v.
         """
-        stream = 0
+        stream, buffer = 0, None
         if self._index is not None:
             if torch._C._cuda_getDevice() != self._index:
                 return None
             stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if self._scratch_shape is not None and not self._has_scratch(workspace, stream):
-            return None
+        if self._scratch_shape is not None:
+            buffer = self._find_scratch(workspace, stream)
+            if buffer is None:
+                return None
         if out is None:
             q = tensors[0]
             assert q is not None, "comes first"
@@ -71,28 +78,40 @@ class Recorded:
         if lse is not None:
             addresses.append(lse.data_ptr())
         addresses += self._scratch
-        if not self._start(addresses, stream, (tensors, out, lse, self._held)):
+        if not self._start(addresses, stream, (tensors, out, lse, buffer)):
             return None
         return (out, lse) if return_lse and lse is not None else out
 
-    def _has_scratch(self, workspace: Workspace | None, stream: int) -> bool:
-        """Find the scratch of this workspace and stream, unless a graph is captured, whose scratch is its own."""
+    def _find_scratch(self, workspace: Workspace | None, stream: int) -> Tensor | None:
+        """The memory of the scratch for this workspace and stream; None in a capture, whose scratch is its own."""
         if self._index is not None and torch._C._cuda_isCurrentStreamCapturing():
-            return False
-        held = self._held
-        if held is None or held[0] is not workspace or held[1] != stream or held[2].buffer is not held[3]:
+            return None
+        holder, buffer = self._holder(), self._buffer()
+        if (
+            holder is None or buffer is None or holder.buffer is not buffer or stream != self._stream
+            or self._workspace() is not workspace
+        ):  # fmt: skip
             assert self._scratch_shape is not None, "there are splits"
             holder = find_workspace(workspace, self._device, stream)
             partial = holder.partial(self._scratch_shape, self._out_shape[-1], self._device)
+            buffer = holder.buffer
+            assert buffer is not None, "partial() made one"
             self._scratch = partial.acc.data_ptr(), partial.m.data_ptr(), partial.l.data_ptr()
-            self._held = workspace, stream, holder, holder.buffer
-        return True
+            self._stream, self._holder, self._buffer = stream, weakref.ref(holder), weakref.ref(buffer)
+            self._workspace = _nowhere if workspace is None else weakref.ref(workspace)
+        return buffer
+
+
+def _nowhere() -> None:
+    """A weak reference to nothing."""
 
 
 def make_out(q: Tensor, shape: tuple[int, ...]) -> Tensor:
     """An output; like q where it can be, which takes half the time and keeps the order of its axes."""
-    if shape == q.shape and q.stride(-1) == 1:
-        return torch.empty_like(q)
+    if shape == q.shape:
+        out = torch.empty_like(q)
+        if out.stride(-1) == 1:  # it is not where q overlaps itself
+            return out
     return torch.empty(shape, dtype=q.dtype, device=q.device)
 
 
@@ -116,5 +135,5 @@ def add(key: tuple, record: Recorded | None) -> None:
     if record is None:
         return
     if len(_records.by_key) >= _MAX_RECORDS:
-        _records.by_key.clear()
+        del _records.by_key[next(iter(_records.by_key))]  # the oldest
     _records.by_key[key] = record

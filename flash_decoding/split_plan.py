@@ -24,6 +24,8 @@ _SLACK = 1.04
 _RAGGED_TILES = 8
 # Then so many pieces per processor balance well, of at least so many tiles in a full cache; more are more to merge.
 _PIECES_PER_PROCESSOR, _TILES_PER_PIECE = 12, 4
+# Every program looks at all lengths; so many sequences keep a device busy uncut.
+_MAX_RAGGED_BATCH = 1024
 # The kernels count tiles in 32 bits.
 _MAX_TILES = 2**31 - 2**16
 # What the compiler keeps in shared memory besides the pipeline of K and V tiles: q, p and reductions over warps.
@@ -57,11 +59,11 @@ class Plan:
     num_splits: int
     split_size: int | None  # keys per split; None shares the tiles of each sequence out evenly
     tile: Tile
-    slots: int | None = None  # a ragged batch is cut into pieces instead: about one a slot, or up to num_splits
+    at_once: int | None = None  # a ragged batch is cut into pieces instead: as many as run at once, or num_splits
 
     def partial_shape(self, batch: int, heads_kv: int, group: int, q_len: int) -> tuple[int, ...] | None:
         """Rows of scratch that the splits need between the kernels; None: there is one, and it writes the result."""
-        if self.slots is not None:
+        if self.at_once is not None:
             # A share more or less for every problem.
             rows = group * q_len
             problems = batch * heads_kv * -(-rows // self.tile.block_m)
@@ -237,7 +239,8 @@ def choose_plan(
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
         slots = processors * (programs or programs_per_processor(tile, element_size))
         tiles = -(-kv_len // tile.block_n)
-        if ragged and problems and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES:
+        cut = ragged and 0 < batch <= _MAX_RAGGED_BATCH and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES
+        if cut and problems:
             pieces = min(_PIECES_PER_PROCESSOR * processors, problems * tiles // _TILES_PER_PIECE)
             return Plan(pieces, None, tile, min(slots, pieces))
         num_splits = choose_num_splits(problems, tiles, slots)

@@ -62,7 +62,7 @@ def compile_chunk(
         "acc_ptr": partial, "m_ptr": partial, "l_ptr": partial,
         "scale": "fp32", "softcap": "fp32" if options else "constexpr", "window": "i32" if options else "constexpr",
         "kv_len": "i32", "B": "i32", "Hkv": "i32", "num_splits": "i32", "split_size": "constexpr",
-        "slots": "i32" if ragged else "constexpr",
+        "at_once": "i32" if ragged else "constexpr",
     }  # fmt: skip
     constants = {
         "G": group, "Lq": q_len, "D": head_dim, "DV": value_dim, "CAUSAL": True, "PAGE_SIZE": page_size,
@@ -83,7 +83,7 @@ def compile_reduce(
         "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "kv_lens_ptr": lens,
         "q_lens_ptr": lens, "kv_start_ptr": "*i32" if ragged else "constexpr",
         **dict.fromkeys(("kv_len", "B", "Hq", "rows", "num_splits"), "i32"),
-        **dict.fromkeys(("slots",), "i32" if ragged else "constexpr"),
+        **dict.fromkeys(("at_once",), "i32" if ragged else "constexpr"),
         **dict.fromkeys(("shared_at", "shared_splits", "shared_rows", "shared_len"), "i32" if shared else "constexpr"),
     }  # fmt: skip
     constants = {

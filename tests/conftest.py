@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from flash_decoding import workspace
+from flash_decoding import backends, recorded, split_plan, workspace
 
 os.environ["FLASH_DECODING_TUNED_DIR"] = os.devnull  # plans must not depend on what was tuned on this machine
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,11 +31,27 @@ else:
         pytest.param(Target("cpu", "cpu"), id="cpu"),
         pytest.param(Target("triton", "cuda"), id="gpu", marks=[pytest.mark.gpu, NO_GPU]),
     ]
+TRITON_TARGETS = TARGETS[-1:]
 
 
 @pytest.fixture(params=TARGETS)
 def target(request):
     return request.param
+
+
+@pytest.fixture
+def plans_in_pieces(monkeypatch):
+    """Ragged batches are cut into pieces, however short they are; grows by the plans that the Triton backend made."""
+    triton, plans = backends.load("triton"), []
+
+    def planned(**sizes):
+        plans.append(split_plan.choose_plan.__wrapped__(**sizes))
+        return plans[-1]
+
+    monkeypatch.setattr(split_plan, "_RAGGED_TILES", 0)
+    monkeypatch.setattr(triton, "choose_plan", planned)
+    monkeypatch.setattr(recorded, "_records", recorded._Records())  # whose plans are others
+    return plans
 
 
 @pytest.fixture(autouse=True)

@@ -354,6 +354,7 @@ def bad(**changes):
     return {**call, **changes}
 
 
+TWICE = torch.zeros(2, 3, 8, 16)
 X, WIDE, HALF = torch.zeros(2, 3, 1, 16), torch.zeros(8, 9), torch.zeros(8, 8).half()
 BAD = {
     "layout": (bad(layout="nhd"), ValueError, "layout must be one of"),
@@ -375,6 +376,11 @@ BAD = {
     "full": (bad(kv_lens=torch.tensor([0, 8])), ValueError, "kv_lens must leave room for the new keys"),
     "new-lens": (bad(new_lens=torch.tensor([0, 2])), ValueError, "new_lens must lie from 0 to 1"),
     "page": (bad(block_table=torch.full((2, 4), 2, dtype=torch.int32)), ValueError, "block_table must hold pages from"),
+    "same-cache": (bad(k_cache=TWICE, v_cache=TWICE), ValueError, "v_cache must not be k_cache: keys would be"),
+    "same-memory": (bad(k_cache=TWICE, v_cache=TWICE[:]), ValueError, "v_cache must not be k_cache"),
+    "same-place": (bad(paged=True, kv_lens=torch.tensor([5, 5])), ValueError,
+                   r"got slot 5 of page 0 for tokens of sequences \[0, 1\]"),
+    "same-place-later": (bad(paged=True, kv_lens=torch.tensor([5, 29])), ValueError, "a place of its own for every"),
     "one-table": (bad(rotary_cos=torch.zeros(8, 8)), ValueError, "rotary_sin must be given with rotary_cos"),
     "short-table": (bad(tables=True, paged=True), ValueError, "a row for each of the 32 positions"),
     "wide-table": (bad(rotary_cos=WIDE, rotary_sin=WIDE), ValueError, "rotary_cos must have from 1 to head_dim"),
@@ -402,3 +408,35 @@ def test_the_good_call_behind_the_bad_ones_is_accepted():
     append_kv(**call)
     with pytest.raises(ValueError, match="kv_lens must lie"):  # values are looked at again
         append_kv(**{**call, "kv_lens": torch.tensor([0, 9])})
+
+
+def test_new_tokens_of_one_sequence_must_not_meet_either():
+    new, table = torch.zeros(1, 2, 5, 16), torch.zeros(1, 3, dtype=torch.int32)
+    caches, lens = [torch.zeros(3, 2, 4, 16) for _ in "kv"], torch.tensor([2])
+    with pytest.raises(ValueError, match=r"got slot 2 of page 0 for tokens of sequences \[0, 0\]"):
+        append_kv(new, new, *caches, lens, block_table=table)
+    append_kv(new[:, :, :4] + 1, new[:, :, :4], *caches, lens, block_table=table)  # its two halves do not meet
+    assert bool((caches[0][0] == 1).all())
+
+
+def test_only_new_tokens_count_where_places_are_compared():
+    call = bad(paged=True, kv_lens=torch.tensor([5, 5]), new_lens=torch.tensor([1, 0]))
+    append_kv(**call)
+    append_kv(**{**call, "kv_lens": torch.tensor([5, 6]), "new_lens": None})  # one page, two slots
+
+
+def test_halves_of_one_memory_are_two_caches():
+    new, both = torch.ones(2, 3, 1, 16), torch.zeros(2, 2, 3, 8, 16)
+    append_kv(new, 2 * new, both[0], both[1], torch.tensor([0, 7]))
+    both = both.transpose(0, 1).contiguous()
+    append_kv(new, 2 * new, both[:, 0], both[:, 1], torch.tensor([0, 7]))
+    assert both[:, 0].sum() * 2 == both[:, 1].sum() == 2 * 2 * 3 * 16
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_check_compares_places_on_a_gpu():
+    new, table = torch.zeros(2, 3, 1, 16, device="cuda"), torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+    caches, lens = [torch.zeros(2, 3, 8, 16, device="cuda") for _ in "kv"], torch.tensor([5, 5], device="cuda")
+    with pytest.raises(ValueError, match="a place of its own for every new token"):
+        append_kv(new, new, *caches, lens, block_table=table, check=True)

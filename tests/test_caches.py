@@ -183,6 +183,49 @@ def test_unknown_and_repeated_sequences_are_refused():
         cache.append([b], *new_tokens(1, 2), new_lens=[3])
 
 
+def test_one_sequence_may_stand_for_a_list_of_itself():
+    paged = PagedKVCache(3, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    a = paged.allocate()
+    k, v = new_tokens(1, 5)
+    paged.append(a, k, v)
+    assert torch.equal(paged.block_table(a), paged.block_table([a]))
+    assert paged.kv_lens(a).tolist() == [5]
+    assert torch.equal(held(paged, a)[0], k[0].transpose(0, 1))
+    dense = KVCache(2, HEADS, 8, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    dense.append(*new_tokens(2, 3))
+    dense.free(1)
+    assert dense.lengths == dense.kv_lens.tolist() == [3, 0]
+
+
+def test_what_is_no_sequence_is_refused_by_name():
+    paged = PagedKVCache(3, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    a = paged.allocate()
+    for call in (lambda x: paged.append(x, *new_tokens(1, 1)), paged.block_table, paged.kv_lens):
+        with pytest.raises(TypeError, match="sequences must be an int or a list of ints, got float"):
+            call(1.5)
+        with pytest.raises(TypeError, match=r"sequences must be ints that allocate.. gave, got list"):
+            call([[a]])
+    for call in (paged.free, paged.fork, paged.length):
+        with pytest.raises(TypeError, match=r"sequences must be ints that allocate.. gave, got list"):
+            call([a])
+    with pytest.raises(TypeError, match="new_lens must be a list of ints or None, got int"):
+        paged.append(a, *new_tokens(1, 2), new_lens=2)
+    with pytest.raises(TypeError, match=r"k_new must be a torch\.Tensor, got list"):
+        paged.append(a, [1.0], new_tokens(1, 2)[1])
+    assert paged.free_pages == 3
+
+
+def test_a_refused_free_empties_nothing():
+    dense = KVCache(2, HEADS, 8, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    dense.append(*new_tokens(2, 3))
+    for wrong in ([0, 2], [0, -1], [0, "1"], 2):
+        with pytest.raises(ValueError, match="sequences must lie from 0 to 1"):
+            dense.free(wrong)
+    with pytest.raises(TypeError, match="sequences must be an int or a list of ints, got float"):
+        dense.free(0.5)
+    assert dense.lengths == dense.kv_lens.tolist() == [3, 3]
+
+
 class Model:
     """A paged cache beside plain lists that hold what each sequence must hold."""
 

@@ -21,7 +21,7 @@ from flash_decoding import flash_decode, reference
 from flash_decoding.backends import cpu
 from flash_decoding.backends.cpu import scores, simd, threads
 from flash_decoding.backends.cpu.chunk import TILE
-from flash_decoding.backends.cpu.record import make_packer, make_reader, place
+from flash_decoding.backends.cpu.packing import make_packer, make_reader, place
 from flash_decoding.backends.cpu.simd import FLOAT32, LANES
 from flash_decoding.problem import Call, make_problem
 

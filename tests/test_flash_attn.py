@@ -474,8 +474,8 @@ def test_starts_that_do_not_fit_are_refused():
         ({"cu_seqlens_q": torch.tensor([0, 4, 3])}, "cu_seqlens_q must rise"),
         ({"cu_seqlens_q": torch.tensor([0])}, "cu_seqlens_q must have shape"),
         ({"cu_seqlens_q": torch.tensor([0, 2, 3, 5])}, "must have the batch of q, 3, got 2"),
-        ({"cache_seqlens": torch.tensor([9, 9, 9])}, r"kv_lens must have shape \[2\], got \[3\]"),
-        ({"cache_seqlens": 21}, "kv_lens must lie from 0 to 20"),
+        ({"cache_seqlens": torch.tensor([9, 9, 9])}, r"cache_seqlens must have shape \[2\], got \[3\]"),
+        ({"cache_seqlens": 21}, "cache_seqlens must lie from 0 to 20"),
         ({"max_seqlen_q": 65, "window_size": (4, -1)}, "causal must be True for window_size or alibi_slopes"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -544,7 +544,7 @@ def test_what_contradicts_itself_is_refused():
         ({"cache_batch_idx": rows, "block_table": table}, "cache_batch_idx must be None with a block_table"),
         ({"window_size": (4, 3)}, "window_size must have a right side of -1, of 0, or of at least 7"),
         ({"window_size": (4,)}, "window_size must be .left, right."),
-        ({"cache_seqlens": 21}, "kv_lens must lie from 0 to 20"),
+        ({"cache_seqlens": 21}, "cache_seqlens must lie from 0 to 20"),
     ):
         with pytest.raises(ValueError, match=message):
             flash_attn_with_kvcache(q, cache, cache, **options)
@@ -552,6 +552,38 @@ def test_what_contradicts_itself_is_refused():
         flash_attn_with_kvcache(q[0], cache, cache)
     with pytest.raises(TypeError, match=r"k_cache must be a torch.Tensor"):
         flash_attn_with_kvcache(q, None, cache)
+
+
+@pytest.mark.parametrize("wrong", [None, [[1.0]]], ids=["none", "list"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_tensor_is_refused_by_name(name, wrong):
+    dense, packed = torch.zeros(1, 5, 2, 16), torch.zeros(5, 2, 16)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    begins = torch.tensor([0, 5])
+    starts = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    whole, flat = {"q": dense, "k": dense, "v": dense}, {"q": packed, "k": packed, "v": packed}
+    message = rf"^{name} must be a torch\.Tensor, got {type(wrong).__name__}$"
+    with pytest.raises(TypeError, match=message):
+        flash_attn_func(**whole | {name: wrong})
+    with pytest.raises(TypeError, match=message):
+        flash_attn_varlen_func(**flat | {name: wrong}, **starts)
+    with pytest.raises(TypeError, match=message):
+        flash_attn_varlen_func(**whole | {"q": packed} | {name: wrong}, **starts, block_table=table)
+
+
+def test_starts_and_options_that_are_no_tensor_are_refused_by_name():
+    dense, packed, starts = torch.zeros(1, 5, 2, 16), torch.zeros(5, 2, 16), torch.tensor([0, 5])
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q must be a torch\.Tensor, got list$"):
+        flash_attn_varlen_func(packed, packed, packed, [0, 5], starts, 5, 5)
+    for k, options in ((packed, {}), (dense, {"block_table": table})):
+        with pytest.raises(TypeError, match=r"^cu_seqlens_k must be a torch\.Tensor, got NoneType$"):
+            flash_attn_varlen_func(packed, k, k, starts, None, 5, 5, **options)
+    for options in ({"block_table": [[0]]}, {"cache_batch_idx": [0]}, {"k": [1.0]}, {"v": [1.0]}):
+        with pytest.raises(TypeError, match=rf"^{next(iter(options))} must be a torch\.Tensor, got list$"):
+            flash_attn_with_kvcache(dense, dense, dense, cache_seqlens=3, **options)
+    with pytest.raises(ValueError, match=r"^k must have shape \[B, L, H, D\], got \[5, 2, 16\]$"):
+        flash_attn_func(dense, packed, packed)
 
 
 def test_what_decoding_refuses_is_refused_before_anything_is_written():
@@ -562,7 +594,7 @@ def test_what_decoding_refuses_is_refused_before_anything_is_written():
     assert bool((k_cache == 0).all())
     with pytest.raises(TypeError, match="cache_batch_idx must be int32 or int64"):
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=torch.tensor([0.0, 1.0]))
-    with pytest.raises(ValueError, match="block_table must hold pages from 0 to 1"):
+    with pytest.raises(ValueError, match="cache_batch_idx must hold rows from 0 to 1"):
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=torch.tensor([0, 10**8]))
 
 

@@ -56,16 +56,16 @@ def test_small_caches_are_not_cut():
 
 def test_sequences_that_may_differ_in_length_are_cut_into_pieces_of_one_size():
     chosen = plan(64, 32, 8, 16384, 128, paged=True, ragged=True)
-    assert chosen.slots % H200["processors"] == 0, "every processor has as many programs"
-    assert chosen.num_splits > chosen.slots
+    assert chosen.at_once % H200["processors"] == 0, "every processor has as many programs"
+    assert chosen.num_splits > chosen.at_once
     assert chosen.partial_shape(64, 8, 4, 1) == (chosen.num_splits + 64 * 8, 4)
-    assert plan(2, 8, 8, 2048, 128, ragged=True).slots
+    assert plan(2, 8, 8, 2048, 128, ragged=True).at_once
     # Short sequences are done before anybody waits, and the kernels count tiles in 32 bits.
     assert plan(512, 32, 8, 300, 128, ragged=True).num_splits == 1
-    assert plan(2**20, 32, 8, 2**20, 128, ragged=True).slots is None
+    assert plan(2**20, 32, 8, 2**20, 128, ragged=True).at_once is None
     # A wish for a number of splits, or for their size, is one for each sequence.
-    assert plan(64, 32, 8, 16384, 128, ragged=True, num_splits=4).slots is None
-    assert plan(64, 32, 8, 16384, 128, ragged=True, split_size=256).slots is None
+    assert plan(64, 32, 8, 16384, 128, ragged=True, num_splits=4).at_once is None
+    assert plan(64, 32, 8, 16384, 128, ragged=True, split_size=256).at_once is None
 
 
 def test_a_wish_is_followed():
@@ -160,7 +160,7 @@ class TestTable:
         assert (chosen.tile.block_n, chosen.tile.num_warps, chosen.tile.buffers) == (16, 2, 4)
         assert chosen.tile.num_stages == (9 if "paged" in kind else 5), "page ids take stages too"
         if "ragged" in kind:
-            assert chosen.slots == 3 * H200["processors"]
+            assert chosen.at_once == 3 * H200["processors"]
 
     def test_sizes_are_those_of_what_may_be_read(self):
         tile, from_mb = plan(*self.LONG).tile, {}

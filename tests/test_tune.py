@@ -325,7 +325,7 @@ class TestTargets:
         jobs = compile_jobs(targets, H200)
         assert pickle.loads(pickle.dumps(jobs)) == jobs
         chunks = {
-            (s.heads_q // s.heads_kv, s.q_len, s.page_size, s.spread is None, plan.tile, plan.slots is None,
+            (s.heads_q // s.heads_kv, s.q_len, s.page_size, s.spread is None, plan.tile, plan.at_once is None,
              plan.num_splits > 1)
             for job in jobs for s, plan in job[:1]
         }  # fmt: skip
@@ -352,7 +352,7 @@ def test_timed_calls_compute_attention(target, sample, setting):
         plan = plan_sample(sample, Device(4, RTX4060.shared_memory), setting)
         if setting is not None:
             assert plan.tile.block_n == 16
-            assert (plan.slots is not None) == (sample.kv_len == 160), "long enough to be cut into pieces"
+            assert (plan.at_once is not None) == (sample.kv_len == 160), "long enough to be cut into pieces"
         out = make_call(problem, plan, Workspace(), torch.empty_like(problem.q))()
         options = {} if problem.kv_lens is None else {"kv_lens": problem.kv_lens}
         if problem.block_table is not None:

@@ -304,7 +304,7 @@ def _describe_case(
 ) -> dict[str, Any]:
     def row(plan: Plan) -> list[int | None]:
         tile = plan.tile
-        return [tile.block_n, tile.num_warps, tile.buffers, plan.num_splits, plan.slots]
+        return [tile.block_n, tile.num_warps, tile.buffers, plan.num_splits, plan.at_once]
 
     def rounded(us: float | None) -> float | None:
         return None if us is None else round(us, 3)
@@ -440,7 +440,7 @@ def compile_jobs(targets: Sequence[Target], device: Device) -> list[Job]:
             s, group = sample, sample.heads_q // sample.heads_kv
             short = replace(sample, kv_len=min(sample.kv_len, _SHORT))
             for plan in (rule[i], *(plans[i] for plans in others)):
-                pieces, split = plan.slots is not None, plan.num_splits > 1
+                pieces, split = plan.at_once is not None, plan.num_splits > 1
                 chunk = (group, s.q_len, s.head_dim, s.page_size, s.spread is None, plan.tile, pieces, split)
                 rows = s.batch * s.heads_q * s.q_len
                 reduce = (rows >= MANY_ROWS,) if pieces else block_of_splits(plan.num_splits)
@@ -479,7 +479,7 @@ def describe_method(method: Method) -> dict[str, object]:
         "graph_repeats": method.graph_repeats,
         "graph_us_per_repeat": method.graph_us_per_repeat,
         "least_gain": LEAST_GAIN,
-        "columns": ["block_n", "num_warps", "buffers", "num_splits", "slots", "us"],
+        "columns": ["block_n", "num_warps", "buffers", "num_splits", "at_once", "us"],
         "screened": "median of two timings of a CUDA graph over rotated copies of the inputs, us per call",
         "compared": "as many timings as graph_repeats, the plans of a case taking turns; their medians decide",
         "gain": "time of the rule over time of the setting, the geometric mean over the cases",

@@ -6,6 +6,8 @@ flash-attn as a module, Transformers' continuous batching for one.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +38,14 @@ _ELSEWHERE = {
     "out": "flash_decode() and its out", "cu_seqlens_k_new": "append_kv() and its new_lens",
     "qv": "flash_decode() with keys as wide as both parts",
 }  # fmt: skip
+# What the functions beneath call an argument, and what it is called here, in their errors.
+_OPTIONS = {"sinks": "s_aux", "scale": "softmax_scale", "window": "window_size"}
+_CACHE = _OPTIONS | {
+    "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "kv_lens": "cache_seqlens", "kv_start": "cache_leftpad",
+}  # fmt: skip
+_ROWS = {"block_table": "cache_batch_idx", "pages": "rows", "page": "row"}
+_PACKED = _OPTIONS | {"kv_lens": "cu_seqlens_k", "kv_start": "cu_seqlens_k"}
+_WHOLE = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "cu_seqlens_k"}
 
 
 def flash_attn_with_kvcache(
@@ -90,7 +100,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: [B] int32 or int64 or one int, the length of each sequence before k is appended. None means the
             whole cache, and needs k None.
         cache_batch_idx: [B] integers, the row of the cache that each sequence of q uses; no duplicates where k is
-            appended. None means row b. Not with a block_table.
+            appended, which the CPU refuses where two new keys meet. None means row b. Not with a block_table.
         cache_leftpad: [B] int32 or int64, the first key of each sequence; None means 0.
         block_table: [B, max_pages] int32, the pages of each sequence.
         softmax_scale: None means 1/sqrt(D).
@@ -129,11 +139,22 @@ def flash_attn_with_kvcache(
         (torch.Size([2, 1, 8, 64]), True)
     """
     _refuse_unknown(unknown)
+    names = _CACHE
     if page_table is not None:
         if block_table is not None:
             raise ValueError("page_table must be None when block_table is given: it is another name for it")
-        block_table = page_table
-    _check_arrays(q, k_cache, v_cache, packed=cu_seqlens_q is not None)
+        block_table, names = page_table, _CACHE | {"block_table": "page_table"}
+    if cu_seqlens_q is None:
+        _check_arrays("B, L, H, D", q=q)
+    else:
+        _check_arrays("total_q, H, D", " with cu_seqlens_q", q=q)
+    _check_arrays("B, L, H, D", k_cache=k_cache, v_cache=v_cache)
+    if block_table is not None:
+        _check_arrays("B, max_pages", "", **{names.get("block_table", "block_table"): block_table})
+    _check_given(
+        k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=s_aux,
+    )  # fmt: skip
     batch, q_len = q.shape[:2]
     if cu_seqlens_q is not None:
         _check_starts("q", cu_seqlens_q, q, max_seqlen_q)
@@ -143,12 +164,22 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_batch_idx must be None with a block_table, which has a row for each sequence of q")
         if cache_batch_idx.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cache_batch_idx must be int32 or int64, got {cache_batch_idx.dtype}")
+        if cache_batch_idx.shape != (batch,):
+            raise ValueError(f"cache_batch_idx must have shape [{batch}], got {list(cache_batch_idx.shape)}")
         # A row of the cache is a sequence's only page.
-        block_table = cache_batch_idx.to(torch.int32)[:, None]
+        block_table, names = cache_batch_idx.to(torch.int32)[:, None], _CACHE | _ROWS
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
     causal, window, advances = _masks(causal, window_size, q_len, capacity)
     if cache_seqlens is None and k is not None:
         raise ValueError("cache_seqlens must be given with k, got None")
+    if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens <= capacity:
+            raise ValueError(f"cache_seqlens must lie from 0 to {capacity}, the cache's keys, got {cache_seqlens}")
+    elif cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        raise TypeError(
+            f"cache_seqlens must be an int, a torch.Tensor or None, got {type(cache_seqlens).__name__}; "
+            "torch.tensor([...], dtype=torch.int32, device=q.device)"
+        )
     in_blocks = cu_seqlens_q is not None or q_len > MAX_Q_LEN
     lens = cache_seqlens
     if isinstance(lens, int) or (lens is None and (block_table is not None or in_blocks)):
@@ -161,15 +192,15 @@ def flash_attn_with_kvcache(
     taken_apart = in_blocks or (isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2)
     if (k is not None or taken_apart) and not torch.compiler.is_compiling():
         # What decoding would refuse is refused before anything is written, and before arrays are taken apart.
-        _refuse(q, batch, k_cache, v_cache, lens, decoding)
+        _in_words(names, _refuse, q, batch, k_cache, v_cache, lens, decoding)
     if k is not None and v is not None and lens is not None:
         turning = None if rotary_cos is None else q
         if turning is not None and cu_seqlens_q is not None:
             turning = unpack(q, cu_seqlens_q, q_len)
-        rotated = append_kv(
-            _last_contiguous(k), _last_contiguous(v), k_cache, v_cache, lens, layout="bnhd", block_table=block_table,
-            rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-            q=turning, q_advances=advances,
+        rotated = _in_words(
+            names, append_kv, _last_contiguous(k), _last_contiguous(v), k_cache, v_cache, lens, layout="bnhd",
+            block_table=block_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved, q=turning, q_advances=advances,
         )  # fmt: skip
         if rotated is not None:
             q = rotated if cu_seqlens_q is None else pack(rotated, cu_seqlens_q, q.shape[0])
@@ -180,7 +211,7 @@ def flash_attn_with_kvcache(
         raise ValueError("k must be given with rotary_cos and rotary_sin, got None")
 
     if not in_blocks:
-        out, lse = attend(q, k_cache, v_cache, decoding | {"kv_lens": kv_lens}, return_softmax_lse)
+        out, lse = _in_words(names, attend, q, k_cache, v_cache, decoding | {"kv_lens": kv_lens}, return_softmax_lse)
         return out if lse is None else (out, lse)
     if block_table is None:
         decoding["block_table"] = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
@@ -249,17 +280,16 @@ def flash_attn_varlen_func(
         torch.Size([5, 8, 64])
     """
     _refuse_training(dropout_p, return_attn_probs)
+    _check_arrays("total, H, D", q=q)
     if block_table is not None:
-        return flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, softmax_scale=softmax_scale,
-            causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, s_aux=s_aux,
-        )  # type: ignore[return-value]  # fmt: skip
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 3:
-            raise ValueError(f"{name} must have shape [total, H, D], got {list(x.shape)}")
+        _check_arrays("pages, page_size, H, D", " with a block_table", k=k, v=v)
+        _check_lens("k", cu_seqlens_k)
+        return _in_words(
+            _WHOLE, flash_attn_with_kvcache, q, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, s_aux=s_aux,
+        )  # fmt: skip
+    _check_arrays("total, H, D", k=k, v=v)
     _check_starts("q", cu_seqlens_q, q, max_seqlen_q)
     _check_starts("k", cu_seqlens_k, k, max_seqlen_k)
     batch, q_len = cu_seqlens_q.shape[0] - 1, max(int(max_seqlen_q), 1)
@@ -273,7 +303,7 @@ def flash_attn_varlen_func(
     q, k, v = (_last_contiguous(x) for x in (q, k, v))
     if not torch.compiler.is_compiling():
         keys, values = k.expand(batch, *k.shape), v.expand(batch, *v.shape)
-        _refuse(q, batch, keys, values, cu_seqlens_k[1:], decoding)
+        _in_words(_PACKED, _refuse, q, batch, keys, values, cu_seqlens_k[1:], decoding)
     blocks = cut(cu_seqlens_q, q.shape[0], q_len)
     keys, values = (x.expand(blocks.sequence.shape[0], *x.shape) for x in (k, v))
     return attend_blocks(q, keys, values, blocks, block_options(blocks, cu_seqlens_k[1:], decoding), False)[0]
@@ -312,10 +342,11 @@ def flash_attn_func(
         ValueError, TypeError: as there.
     """
     _refuse_training(dropout_p, return_attn_probs)
-    return flash_attn_with_kvcache(
-        q, _last_contiguous(k), _last_contiguous(v), softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux,
-    )  # type: ignore[return-value]  # fmt: skip
+    _check_arrays("B, L, H, D", q=q, k=k, v=v)
+    return _in_words(
+        _WHOLE, flash_attn_with_kvcache, q, _last_contiguous(k), _last_contiguous(v), softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux,
+    )  # fmt: skip
 
 
 def _decoding(
@@ -334,6 +365,19 @@ def _decoding(
     }  # fmt: skip
 
 
+def _in_words(names: dict[str, str], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """function(*args, **options), whose refusals call its arguments by the names that the caller knows."""
+    try:
+        return function(*args, **options)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        if re.match(r"[\w, ]+ must ", message):
+            message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), message)
+            message = message.replace("; None means automatic", "; 0 means automatic")
+            error.args = (message.replace("layout='bhnd'", "[B, H, L, D], not flash-attn's [B, L, H, D]"),)
+        raise
+
+
 def _refuse(q: Tensor, batch: int, k: Tensor, v: Tensor, kv_lens: Tensor | None, decoding: dict[str, Any]) -> None:
     """Raise what flash_decode() would refuse, asked about one token per sequence where it does not get q as it is."""
     if q.ndim == 3:
@@ -346,19 +390,22 @@ def _refuse(q: Tensor, batch: int, k: Tensor, v: Tensor, kv_lens: Tensor | None,
     make_problem(Call(q[:, :MAX_Q_LEN], k, v, kv_lens=kv_lens, **decoding))
 
 
-def _check_arrays(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed: bool) -> None:
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+def _check_given(**arrays: Tensor | None) -> None:
+    for name, x in arrays.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _check_arrays(axes: str, where: str = "", **arrays: Tensor) -> None:
+    for name, x in arrays.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if name == "q" and packed:
-            if x.ndim != 3:
-                raise ValueError(f"q must have shape [total_q, H, D] with cu_seqlens_q, got {list(x.shape)}")
-        elif x.ndim != 4:
-            raise ValueError(f"{name} must have shape [B, L, H, D], got {list(x.shape)}")
+        if x.ndim != len(axes.split(", ")):
+            raise ValueError(f"{name} must have shape [{axes}]{where}, got {list(x.shape)}")
 
 
-def _check_starts(which: str, starts: Tensor, x: Tensor, most: int | None) -> None:
-    """cu_seqlens_q or cu_seqlens_k of the packed x; values are looked at on the CPU alone."""
+def _check_lens(which: str, starts: Tensor) -> None:
+    """Type and shape of cu_seqlens_q or cu_seqlens_k."""
     name = f"cu_seqlens_{which}"
     if not isinstance(starts, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(starts).__name__}")
@@ -366,6 +413,12 @@ def _check_starts(which: str, starts: Tensor, x: Tensor, most: int | None) -> No
         raise TypeError(f"{name} must be int32 or int64, got {starts.dtype}")
     if starts.ndim != 1 or starts.shape[0] < 2:
         raise ValueError(f"{name} must have shape [B + 1] for at least one sequence, got {list(starts.shape)}")
+
+
+def _check_starts(which: str, starts: Tensor, x: Tensor, most: int | None) -> None:
+    """cu_seqlens_q or cu_seqlens_k of the packed x; values are looked at on the CPU alone."""
+    name = f"cu_seqlens_{which}"
+    _check_lens(which, starts)
     if starts.device != x.device:
         raise ValueError(f"{name} must be on the device of {which}, {x.device}, got {starts.device}")
     if most is None:
@@ -388,15 +441,19 @@ def _refuse_training(dropout_p: float, return_attn_probs: bool) -> None:
 
 def _last_contiguous(x: Tensor) -> Tensor:
     """A copy only where the last axis has gaps, as flash-attn makes one of q, k and v."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _masks(
     causal: bool, window_size: tuple[int, int], q_len: int, capacity: int
 ) -> tuple[bool, int | None, bool]:  # fmt: skip
     """causal and window as flash_decode() has them, and whether rotated queries advance from token to token."""
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size must be (left, right), got {window_size}")
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size}")
+    if not all(x is None or isinstance(x, int) for x in window_size):
+        raise TypeError(f"window_size must hold two ints, got {window_size}")
     # None is how flash-attn 4 says -1, and a side as long as the cache is as good as none.
     left, right = (-1 if x is None or x >= capacity else x for x in window_size)
     if not causal and 0 < right < q_len - 1:

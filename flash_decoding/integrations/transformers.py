@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -273,8 +274,8 @@ def _refuse_dropout(name: str, dropout: float) -> None:
         raise ValueError(f"dropout must be 0 for attn_implementation={name!r}, got {dropout}; call model.eval() first")
 
 
-# Scores that a prefill in plain torch holds at a time: 256 MB in float32.
-_MAX_SCORES = 2**26
+# Scores that a prefill in plain torch forms at a time. Two float32 copies are held at most: 256 MB.
+_MAX_SCORES = 2**25
 
 
 def _prefill(
@@ -288,38 +289,69 @@ def _prefill(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention of several query tokens, soft cap and sinks included, a few tokens at a time; [B, Lq, Hq, Dv].
+    """Attention of several query tokens, soft cap and sinks included, in float32; [B, Lq, Hq, Dv] in query's dtype.
 
-    Without a mask, causal is as SDPA has it: token t sees keys up to t.
+    As many tokens at a time as _MAX_SCORES allows, at least one. Without a mask, causal is as SDPA has it: token t sees
+    keys up to t.
     """
     batch, heads_q, q_len, head_dim = query.shape
-    heads_kv, kv_len = key.shape[1:3]
+    kv_len = key.shape[2]
     if attention_mask is not None:
         _check_mask_dtype(attention_mask)
     scale = head_dim**-0.5 if scaling is None else scaling
-    rows = max(1, _MAX_SCORES // max(batch * heads_q * kv_len, 1))
+    rows = max(1, _MAX_SCORES // max(batch * heads_q * (kv_len + 1), 1))
     n = torch.arange(kv_len, device=query.device)
     outs = []
-    for first in range(0, q_len, rows):
-        q = query[:, :, first : first + rows]
-        # The heads of a group are rows of one product, so that keys are not repeated.
-        s = q.reshape(batch, heads_kv, -1, head_dim) @ key.transpose(2, 3) * scale
-        s = s.reshape(*q.shape[:3], kv_len)
-        if softcap is not None:
-            s = softcap * torch.tanh(s / softcap)
-        seen = None
-        if attention_mask is not None:
-            seen = attention_mask[:, :, first : first + rows]
-        elif causal:
-            seen = n <= first + torch.arange(q.shape[2], device=query.device)[:, None]
-        if seen is not None:
-            s = s.masked_fill(~seen, torch.finfo(s.dtype).min)
-        if s_aux is not None:
-            s = torch.cat((s, s_aux.to(s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)), dim=3)
-        p = torch.softmax(s, dim=3, dtype=torch.float32)[..., :kv_len].to(query.dtype)
-        p = torch.nn.functional.dropout(p, dropout)
-        outs.append((p.reshape(batch, heads_kv, -1, kv_len) @ value).reshape(*q.shape[:3], value.shape[3]))
-    return torch.cat(outs, dim=2).transpose(1, 2)
+    with _without_autocast(query.device.type):
+        key, value = key.float(), value.float()
+        for first in range(0, q_len, rows):
+            q = query[:, :, first : first + rows]
+            seen = None
+            if attention_mask is not None:
+                seen = attention_mask[:, :, first : first + rows]
+            elif causal:
+                seen = n <= first + torch.arange(q.shape[2], device=query.device)[:, None]
+            out = _attend(q.float(), key, value, seen, dropout, scale, softcap, s_aux)
+            outs.append(out.to(query.dtype))
+        return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast would form the products in half precision again; some devices, as meta, have none."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention of float32 q [B, Hq, Lq, D], whose scores exist twice at most; what autograd keeps is not counted."""
+    batch, heads_kv, kv_len, head_dim = k.shape
+    # The heads of a group are rows of one product, so that keys are not repeated. Scaled behind the product: numbers
+    # that were halves are exact in TF32 too, their products with a scale are not.
+    s = q.reshape(batch, heads_kv, -1, head_dim) @ k.transpose(2, 3)
+    s = s.reshape(*q.shape[:3], kv_len)
+    if softcap is None:
+        s = s.mul_(scale)
+    else:
+        s = torch.tanh(s.mul_(scale / softcap))
+        s = s * softcap
+    if seen is not None:
+        s = s.masked_fill_(~seen, torch.finfo(s.dtype).min)
+    if s_aux is not None:
+        s = torch.cat((s, s_aux.float().view(1, -1, 1, 1).expand(*s.shape[:3], 1)), dim=3)
+    s = torch.softmax(s, dim=3)
+    p = torch.nn.functional.dropout(s[..., :kv_len], dropout)
+    out = (p.reshape(batch, heads_kv, -1, kv_len) @ v).reshape(*q.shape[:3], v.shape[3])
+    return out if seen is None else out.masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
 
 
 _HINT = "use 'eager' or another implementation"

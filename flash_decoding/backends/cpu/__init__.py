@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flash_decoding.backends.cpu.chunk import PACKER, SIZE, make_kernel
-from flash_decoding.backends.cpu.record import place
+from flash_decoding.backends.cpu.packing import place
 from flash_decoding.backends.cpu.scores import make_options
 from flash_decoding.backends.cpu.threads import choose_cpu_splits, count_threads, run_shared
 from flash_decoding.problem import Problem
@@ -35,8 +35,8 @@ _KINDS = {torch.float32: np.float32(0), torch.float16: np.int16(0), torch.bfloat
 # Even splits are cut between blocks of this many keys.
 _BLOCK_N = 64
 _NOWHERE = (0, 0, 0, 0)
-# Where the packed numbers of a Call hold the addresses of q, k, v, out, lse, and the partial's acc, m and l.
-_ADDRESSES = (0, 4, 8, 12, 16, 17, 18, 19)
+# Where the packed numbers of a Call hold the addresses of q, k, v and out, of lse, and of the partial's acc, m and l.
+_INPUTS_AND_OUT, _LSE, _PARTIAL = (0, 4, 8, 12), (16,), (17, 18, 19)
 
 _kernel: Callable[..., Any] | None = None
 _status: dict[torch.dtype, str] = {}
@@ -89,7 +89,7 @@ def record(
     if any(x is not None for x in arrays):
         return None
     numbers = list(PACKER.unpack(_describe(problem, plan, partial, out, lse)))
-    places = [i for i in _ADDRESSES if numbers[i]]
+    places = [*_INPUTS_AND_OUT, *(_LSE if lse is not None else ()), *(_PARTIAL if partial is not None else ())]
     kernel, kind = _prepare(p.q.dtype), _KINDS[p.q.dtype]
     problems = p.batch * p.heads_kv
     counters = 1 + problems if plan.num_splits > 1 else 1

@@ -26,7 +26,7 @@ from torch import Tensor
 from flash_decoding.backends.cpu import _KINDS, _NOWHERE, _address, _prepare_lock, _sequence, _view, _view_table
 from flash_decoding.backends.cpu.chunk import Sequence, View
 from flash_decoding.backends.cpu.masks import read_length
-from flash_decoding.backends.cpu.record import make_packer, make_reader, place
+from flash_decoding.backends.cpu.packing import make_packer, make_reader, place
 from flash_decoding.backends.cpu.reduce import vector_offset
 from flash_decoding.backends.cpu.simd import (
     _HAS_HALF,

@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit
 
 from flash_decoding.backends.cpu.masks import find_reach, hide_keys, hides, is_listed, overlaps
-from flash_decoding.backends.cpu.record import make_packer, make_reader
+from flash_decoding.backends.cpu.packing import make_packer, make_reader
 from flash_decoding.backends.cpu.reduce import merge_row, vector_offset
 from flash_decoding.backends.cpu.scores import (
     NO_SCORE,

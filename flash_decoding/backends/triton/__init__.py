@@ -43,15 +43,26 @@ def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, l
 def record(
     problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None
 ) -> Start | None:  # fmt: skip
-    """decode(), and how to start its kernels again; None where addresses make them others than common ones."""
+    """decode(), and how to start its kernels again.
+
+    None where addresses make them others than common ones, where one array stands for two, which later calls need not
+    repeat, and where Triton's launcher does more than Launch knows.
+    """
     with recording() as started:
         decode(problem, plan, partial, out, lse)
     p = problem
-    if p.q.device.type != "cuda" or any(x.data_ptr() & 15 for x in (p.q, p.k, p.v, out)):
-        return None
     arrays = (p.kv_lens, p.kv_start, p.block_table, p.q_lens, p.alibi_slopes, p.sinks, p.key_mask, p.tree_mask)
     tensors = [x for x in (p.q, p.k, p.v, *arrays, out, lse, *(partial or ())) if x is not None]
-    return start_again([Launch(*call, tensors) for call in started])
+    if (
+        p.q.device.type != "cuda"
+        or any(x.data_ptr() & 15 for x in (p.q, p.k, p.v, out))
+        or len({id(x) for x in tensors}) < len(tensors)
+    ):
+        return None
+    try:
+        return start_again([Launch(*call, tensors) for call in started])
+    except ValueError:
+        return None
 
 
 @lru_cache(maxsize=64)

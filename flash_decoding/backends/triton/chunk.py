@@ -36,7 +36,7 @@ from flash_decoding.workspace import Partial
 @triton.jit(
     do_not_specialize=[
         "block_table_step", "key_mask_step_b", "key_mask_step_n", "tree_step_b", "tree_step_t", "tree_step_n",
-        "window", "kv_len", "B", "Hkv", "num_splits", "split_size", "slots",
+        "window", "kv_len", "B", "Hkv", "num_splits", "split_size", "at_once",
     ],
     do_not_specialize_on_alignment=[
         "block_table_ptr", "kv_lens_ptr", "kv_start_ptr", "q_lens_ptr", "key_mask_ptr", "tree_mask_ptr", "alibi_ptr",
@@ -55,7 +55,7 @@ def _chunk_kernel(
     out_ptr, out_stride,  # [B, Hq, Lq, Dv], written when there is one split
     lse_ptr,  # [B, Hq, Lq] float32, likewise; None: not wanted
     acc_ptr, m_ptr, l_ptr,  # [num_splits, B, Hq, Lq(, Dv)] float32, of pieces [slots, rows(, Dv)]; None: one split
-    scale, softcap, window, kv_len, B, Hkv, num_splits, split_size, slots,
+    scale, softcap, window, kv_len, B, Hkv, num_splits, split_size, at_once,
     G: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -64,8 +64,8 @@ def _chunk_kernel(
     row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
     lens = (kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window)
     pid, split, splits = tl.program_id(0), tl.program_id(1), num_splits
-    if slots is not None:
-        b, head, split, splits, slot = find_piece(pid, lens, B, Hkv * row_tiles, slots, num_splits, Lq, BLOCK_N)
+    if at_once is not None:
+        b, head, split, splits, slot = find_piece(pid, lens, B, Hkv * row_tiles, at_once, num_splits, Lq, BLOCK_N)
         if splits == 0:
             return
         row_tile, h_kv, b = head % row_tiles, head // row_tiles, b.to(tl.int64)
@@ -202,13 +202,13 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     key = (
         variant((p.q, p.k, p.v, out), strides), p.q.dtype, tuple([x if x is None else x.dtype for x in arrays]),
         p.softcap is None, p.window is None, partial is None, lse is None, plan.split_size is None,
-        plan.slots is None,
+        plan.at_once is None,
         any(x is not None and max(x.stride()) >= 2**31 for x in (table, mask, tree)),
     )  # fmt: skip
     launch(
         _chunk_kernel,
         key,
-        (problems, plan.num_splits) if plan.slots is None else (problems + plan.num_splits, 1),
+        (problems, plan.num_splits) if plan.at_once is None else (problems + plan.num_splits, 1),
         (
             p.q, strides[0], p.k, strides[1], p.v, strides[2],
             table, 0 if table is None else table.stride(0), p.kv_lens, p.kv_start, p.q_lens,
@@ -216,7 +216,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
             p.alibi_slopes, p.sinks if partial is None else None,
             out, strides[3], lse if partial is None else None, acc, m, l,
             p.scale, p.softcap, None if p.window is None else min(p.window, p.kv_len), p.kv_len, p.batch, p.heads_kv,
-            plan.num_splits, plan.split_size, plan.slots,
+            plan.num_splits, plan.split_size, plan.at_once,
         ),
         (
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k,

@@ -14,12 +14,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+# Names of the driver's API: what follows in `extra` is the buffer, and its size.
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 
 _compiled: dict[tuple, Any] = {}
 _first_start = threading.Lock()
@@ -127,7 +131,8 @@ class Launch:
         self._compiled = compiled  # its module must stay loaded
         self._buffer = parameters.buffer
         self._words = memoryview(parameters.buffer).cast("Q")
-        self._places = [(at // 8, next(i for i, y in enumerate(tensors) if y is x)) for at, x in parameters.tensors]
+        index = {id(x): i for i, x in enumerate(tensors)}
+        self._places = [(at // 8, index[id(x)]) for at, x in parameters.tensors]
         self._size = ctypes.c_size_t(len(self._buffer))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._extra = (ctypes.c_void_p * 5)(_BUFFER_POINTER, address, _BUFFER_SIZE, ctypes.addressof(self._size), 0)
@@ -163,11 +168,6 @@ def start_again(launches: Sequence[Launch]) -> Callable[[Sequence[int], int, obj
     return start
 
 
-# Names of the driver's API: what follows in `extra` is the buffer, and its size.
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
-_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
-
-
 class Parameters:
     """The parameter buffer of a kernel, and where the addresses of its tensors are."""
 
@@ -178,8 +178,13 @@ class Parameters:
 
 def pack_parameters(compiled: Any, args: tuple) -> Parameters:
     """The arguments as the PTX of a compiled kernel wants them; what Triton adds at the end, unused, is null."""
+    if compiled is None:
+        raise ValueError("an interpreted kernel cannot be packed")
     offsets, end = _parameter_offsets(compiled.asm["ptx"])
-    kept = [(kind, x) for kind, x in zip(_flat(compiled.src.signature.values()), _flat(args), strict=True) if kind]
+    kinds, values = _flat(compiled.src.signature.values()), _flat(args)
+    if len(kinds) != len(values):
+        raise ValueError(f"a kernel with {len(kinds)} arguments cannot be packed with {len(values)}")
+    kept = [(kind, x) for kind, x in zip(kinds, values, strict=True) if kind]
     metadata = compiled.metadata
     wants_more = (
         metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl
@@ -191,8 +196,10 @@ def pack_parameters(compiled: Any, args: tuple) -> Parameters:
     for at, (kind, x) in zip(offsets, kept, strict=False):
         if isinstance(x, Tensor):
             parameters.tensors.append((at, x))
-        else:
+        elif kind in _FORMATS:
             struct.pack_into(f"={_FORMATS[kind]}", parameters.buffer, at, x)
+        else:
+            raise ValueError(f"an argument of type {kind} cannot be packed")
     return parameters
 
 
@@ -207,6 +214,7 @@ def _flat(values: Any) -> list[Any]:
     return flat
 
 
+@lru_cache(maxsize=256)
 def _parameter_offsets(ptx: str) -> tuple[list[int], int]:
     """Where each parameter of the entry is, and where the last one ends."""
     header = ptx[ptx.index(".entry") :]

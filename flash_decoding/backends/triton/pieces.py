@@ -41,24 +41,24 @@ def _cut(tiles, share):
 
 
 @triton.jit
-def _share_of_batch(lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
+def _share_of_batch(lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles that make one share; heads: problems per sequence."""
     total = tl.zeros([], tl.int32)
     for first_b in range(0, B, _BLOCK_B):
         _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
         total += tl.sum(tiles, 0)
-    share = tl.maximum(tl.cdiv(total * heads, slots), 1)
-    at_once = tl.zeros([], tl.int32)
+    share = tl.maximum(tl.cdiv(total * heads, at_once), 1)
+    count = tl.zeros([], tl.int32)
     for first_b in range(0, B, _BLOCK_B):
         _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        at_once += tl.sum(_cut(tiles, share), 0)
-    return tl.where(at_once * heads <= slots, share, tl.maximum(tl.cdiv(total * heads, pieces), 1))
+        count += tl.sum(_cut(tiles, share), 0)
+    return tl.where(count * heads <= at_once, share, tl.maximum(tl.cdiv(total * heads, pieces), 1))
 
 
 @triton.jit
-def find_piece(program, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_piece(program, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """(b, head, number, count, slot): a program has the piece `number` of `count` of a problem; count 0: none."""
-    share = _share_of_batch(lens, B, heads, slots, pieces, Lq, BLOCK_N)
+    share = _share_of_batch(lens, B, heads, at_once, pieces, Lq, BLOCK_N)
     large = tl.zeros([], tl.int32)
     for first_b in range(0, B, _BLOCK_B):
         _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
@@ -67,7 +67,7 @@ def find_piece(program, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N
     index = tl.where(is_large, program, program - large * heads)
 
     # The sequence is the first with which the pieces of this kind, added up, reach past the index.
-    b, before, slots, reached = 0, 0, 0, 0
+    b, before, pieces_before, reached = 0, 0, 0, 0
     for first_b in range(0, B, _BLOCK_B):
         at, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
         count = _cut(tiles, share)
@@ -75,19 +75,19 @@ def find_piece(program, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N
         passed = ((reached + tl.cumsum(of_kind, 0)) * heads <= index) & (at < B)
         b += tl.sum(passed.to(tl.int32), 0)
         before += tl.sum(tl.where(passed, of_kind, 0), 0)
-        slots += tl.sum(tl.where(passed, count, 0), 0)
+        pieces_before += tl.sum(tl.where(passed, count, 0), 0)
         reached += tl.sum(of_kind, 0)
     exists = b < B
     b = tl.minimum(b, B - 1)
     count = tl.maximum(_cut(_count_tiles(b, lens, Lq, BLOCK_N), share), 1)
     place = index - before * heads
-    return b, place // count, place % count, tl.where(exists, count, 0), slots * heads + place
+    return b, place // count, place % count, tl.where(exists, count, 0), pieces_before * heads + place
 
 
 @triton.jit
-def find_slots(b, head, lens, B, heads, slots, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_slots(b, head, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """The first slot of a problem's pieces, and their number."""
-    share = _share_of_batch(lens, B, heads, slots, pieces, Lq, BLOCK_N)
+    share = _share_of_batch(lens, B, heads, at_once, pieces, Lq, BLOCK_N)
     before = tl.zeros([], tl.int32)
     for first_b in range(0, b, _BLOCK_B):
         at, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)

@@ -48,7 +48,7 @@ class SharedSplits(NamedTuple):
 
 @triton.jit(
     do_not_specialize=[
-        "kv_len", "window", "B", "Hq", "rows", "num_splits", "slots", "shared_at", "shared_splits", "shared_rows",
+        "kv_len", "window", "B", "Hq", "rows", "num_splits", "at_once", "shared_at", "shared_splits", "shared_rows",
         "shared_len",
     ],
     do_not_specialize_on_alignment=[
@@ -62,7 +62,7 @@ def _reduce_kernel(
     lse_ptr,  # [B, Hq, Lq] float32; None: not wanted
     sinks_ptr,  # [Hq] float32; None: off
     kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window,  # which keys are seen; None where nobody needs to know
-    B, Hq, rows, num_splits, slots,
+    B, Hq, rows, num_splits, at_once,
     acc_step,  # from one state to the next, as rows is for m; None: rows * Dv
     shared_at, shared_splits, shared_rows, shared_len,  # the splits of a shared prefix; None: there is none
     G: tl.constexpr, Lq: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -76,12 +76,12 @@ def _reduce_kernel(
 
     b, h_q, t = row // (Hq * Lq), row // Lq % Hq, row % Lq
     at, step, splits = row, rows, num_splits
-    if slots is not None:
+    if at_once is not None:
         row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
         lens = (kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window)
         heads, row_kv = Hq // G * row_tiles, h_q % G * Lq + t
         head = h_q // G * row_tiles + row_kv // BLOCK_M
-        slot, splits = find_slots(b.to(tl.int32), head.to(tl.int32), lens, B, heads, slots, num_splits, Lq, BLOCK_N)
+        slot, splits = find_slots(b.to(tl.int32), head.to(tl.int32), lens, B, heads, at_once, num_splits, Lq, BLOCK_N)
         step = min(G * Lq, BLOCK_M)
         at = slot.to(tl.int64) * step + row_kv % BLOCK_M
     m, l = float("-inf"), 0.0
@@ -160,7 +160,7 @@ def launch_reduce(
 ) -> None:
     """Merge partial into out and, if it is not None, lse; nothing is allocated or chosen here."""
     p, stride = problem, out.stride()[:3]
-    rows, ragged = p.batch * p.heads_q * p.q_len, plan.slots is not None
+    rows, ragged = p.batch * p.heads_q * p.q_len, plan.at_once is not None
     block_dv = min(WIDE_SLICE if ragged and rows >= MANY_ROWS else SLICE, next_power_of_2(p.value_dim))
     block_s, num_warps = block_of_splits(plan.num_splits, plan.split_size)
     if ragged:
@@ -182,7 +182,7 @@ def launch_reduce(
         (rows, -(-p.value_dim // block_dv)),
         (
             partial.acc, partial.m, partial.l, out, stride, lse, p.sinks, *lens, p.kv_len, window,
-            p.batch, p.heads_q, rows, plan.num_splits, plan.slots, None, *more,
+            p.batch, p.heads_q, rows, plan.num_splits, plan.at_once, None, *more,
         ),
         (
             *((p.group, p.q_len, plan.tile.block_m, plan.tile.block_n) if ragged else (1, p.q_len, 1, 1)),
