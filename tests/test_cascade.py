@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import INTERPRETED, NO_GPU
+from conftest import INTERPRETED, NO_GPU, TRITON_TARGETS
 from helpers import DTYPES, LOOSE, assert_matches, describe, max_error
 from paging import to_pages
 
@@ -77,6 +77,25 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=describe)
 def test_the_shared_way_gives_what_the_definition_gives(target, shape, dtype):
     Case(target, dtype, **shape).check()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("target", TRITON_TARGETS)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.float16, {"batch": 4, "page_size": 16, "suffix_pages": 8, "empty": (1,)}),
+        # Two tiles of rows, the second one partly filled.
+        (torch.float32, {"q_len": 4, "heads_q": 6, "page_size": 16, "suffix_pages": 12, "layout": "bnhd"}),
+    ],
+    ids=describe,
+)
+def test_suffixes_in_pieces(target, plans_in_pieces, dtype, shape):
+    case = Case(target, dtype, **shape)
+    case.check(sinks=torch.randn(shape.get("heads_q", 4), device=target.device))
+    prefix, suffix = plans_in_pieces
+    assert prefix.at_once is None
+    assert suffix.at_once
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=describe)

@@ -1,13 +1,17 @@
 """A kernel's parameters, packed as its PTX declares them, without a GPU; and records of calls on one."""
 
 import os
+import re
 import struct
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_matches, make_inputs
+from helpers import LOOSE, assert_matches, make_inputs
 
 from flash_decoding import Workspace, flash_decode, recorded
+from flash_decoding.backends import cpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not launch", allow_module_level=True)
@@ -52,10 +56,44 @@ def test_parameters_lie_where_the_ptx_wants_them():
     assert len(packed.buffer) >= _parameter_offsets(compiled.asm["ptx"])[1]
 
 
-def test_a_kernel_whose_parameters_do_not_fit_is_not_packed():
-    compiled = build(_kernel, SIGNATURE, {"BLOCK": 16, ("stride", 2): 1}, 90)
-    with pytest.raises(ValueError, match="zip"):
-        pack_parameters(compiled, (torch.zeros(4), 3, None))
+class TestWhatDoesNotFitIsNotPacked:
+    ARGS = torch.zeros(4), (3, 2**40, 1), None, 0.5, -7, torch.zeros(4), 2**33, 16
+
+    @pytest.fixture
+    def compiled(self):
+        built = build(_kernel, SIGNATURE, {"BLOCK": 16, ("stride", 2): 1}, 90)
+        pack_parameters(built, self.ARGS)
+        return SimpleNamespace(asm={"ptx": built.asm["ptx"]}, src=built.src, metadata=built.metadata)
+
+    def refuse(self, compiled, args=ARGS):
+        with pytest.raises(ValueError, match="cannot be packed"):
+            pack_parameters(compiled, args)
+
+    def test_other_arguments(self, compiled):
+        self.refuse(compiled, self.ARGS[:3])
+        self.refuse(compiled, (*self.ARGS, 16))
+
+    @pytest.mark.parametrize(("name", "x"), [("num_ctas", 2), ("launch_pdl", True), ("global_scratch_size", 64)])
+    def test_a_kernel_that_wants_more_from_its_launcher(self, compiled, name, x):
+        compiled.metadata = compiled.metadata._replace(**{name: x})
+        self.refuse(compiled)
+
+    @pytest.mark.parametrize("change", [-3, 3])
+    def test_other_parameters(self, compiled, change):
+        """Two more than arguments are Triton's own."""
+        parameter, ptx = re.compile(r"\.param \.u64"), compiled.asm["ptx"]
+        if change > 0:
+            compiled.asm["ptx"] = parameter.sub(change * ".param .u64 more, " + ".param .u64", ptx, count=1)
+        else:
+            compiled.asm["ptx"] = parameter.sub("", ptx, count=-change)
+        self.refuse(compiled)
+
+    def test_a_type_without_a_format(self, compiled):
+        compiled.src = SimpleNamespace(signature={**compiled.src.signature, "scale": "fp8e5"})
+        self.refuse(compiled)
+
+    def test_an_interpreted_kernel(self):
+        self.refuse(None)
 
 
 class TestRecords:
@@ -126,6 +164,83 @@ class TestRecords:
         assert torch.equal(flash_decode(q, k, v, out=out), want)
         # Values that are the keys, where before they were not.
         assert_matches(flash_decode(q, k, k), None, q, k, k)
+
+    def test_check_must_be_a_bool_every_time(self, target, repeats):
+        q, k, v = make_inputs(1, 8, 2, 300, 64, torch.float16, target.device)
+        for _ in range(2):
+            with pytest.raises(TypeError, match="check must be a bool, got int"):
+                flash_decode(q, k, v, check=0)
+            flash_decode(q, k, v)
+        assert len(repeats) == 1
+
+    def test_an_empty_cache(self, target, repeats):
+        q, k, v = make_inputs(1, 4, 1, 0, 64, torch.float16, target.device)
+        for lse in (None, None, torch.full((1, 4, 1), float("nan"), device=target.device)):
+            out, lse = flash_decode(q, k, v, return_lse=True, lse=lse)
+            assert_matches(out, lse, q, k, v)
+            assert bool((flash_decode(q, k, v) == 0).all())
+
+    def test_one_tensor_for_two_and_then_two(self, target, repeats):
+        x, y, z = (torch.randn(2, 4, 4, 64, device=target.device).half() for _ in range(3))
+        for q, k, v in ((x, x, x), (y, z, z), (x, x, x), (z, y, y), (x, y, x), (y, z, x)):
+            out, lse = flash_decode(q, k, v, return_lse=True)
+            assert_matches(out, lse, q, k, v, atol=LOOSE[q.dtype] * 4)
+
+    @pytest.mark.parametrize("names", [("alibi_slopes", "sinks"), ("kv_lens", "q_lens")], ids=" ".join)
+    def test_one_array_for_two_and_then_two(self, target, repeats, names):
+        torch.manual_seed(1)
+        q = torch.randn(4, 4, 4, 64, device=target.device).half()
+        k, v = torch.randn(2, 4, 2, 100, 64, device=target.device).half()
+        if names[0] == "kv_lens":
+            x, y, z = torch.tensor([[4, 0, 2, 1], [4, 77, 100, 9], [1, 3, 4, 0]], dtype=torch.int32).to(target.device)
+        else:
+            x, y, z = torch.rand(3, 4, device=target.device)
+        for arrays in ((x, x), (y, z), (x, x), (y, z), (x, z)):
+            options = dict(zip(names, arrays, strict=True))
+            out, lse = flash_decode(q, k, v, return_lse=True, **options)
+            assert_matches(out, lse, q, k, v, atol=LOOSE[q.dtype] * 4, **options)
+
+    def test_a_record_keeps_no_workspace(self, target, repeats):
+        q, k, v = make_inputs(1, 8, 2, 300, 64, torch.float16, target.device)
+        workspace = Workspace()
+        for _ in range(3):
+            flash_decode(q, k, v, num_splits=4, workspace=workspace)
+        assert len(repeats) == 2
+        assert all(result is not None for result in repeats)
+        alive = weakref.ref(workspace), weakref.ref(workspace.buffer)
+        del workspace
+        assert [x() for x in alive] == [None, None]
+        assert_matches(flash_decode(q, k, v, num_splits=4, workspace=Workspace()), None, q, k, v)
+
+    def test_the_number_of_threads_may_change(self, repeats, monkeypatch):
+        """A plan is made for a number of threads, and lasts as long."""
+        q, k, v = make_inputs(1, 1, 1, 30000, 64, torch.float32, "cpu")
+        started, run_shared = [], cpu.run_shared
+
+        def counted(work, threads):
+            started.append(threads)
+            run_shared(work, threads)
+
+        monkeypatch.setattr(cpu, "run_shared", counted)
+        before = torch.get_num_threads()
+        try:
+            for threads in (1, 1, 3, 3, 1, 3):
+                torch.set_num_threads(threads)
+                assert_matches(flash_decode(q, k, v), None, q, k, v)
+        finally:
+            torch.set_num_threads(before)
+        assert started == [1, 1, 3, 3, 1, 3]
+        assert len(repeats) == 4
+
+    @pytest.mark.parametrize("steps", [(1, 1, 1, 1), (64, 1, 1, 1), (8, 8, 8, 1), (1, 64, 64, 1)], ids=str)
+    def test_queries_that_overlap_themselves(self, target, repeats, steps):
+        """Whose strides are none for an output."""
+        q = torch.randn(1000, device=target.device).half().as_strided((2, 4, 3, 64), steps)
+        _, k, v = make_inputs(2, 4, 2, 100, 64, torch.float16, target.device)
+        for _ in range(2):
+            out, lse = flash_decode(q, k, v, return_lse=True)
+            assert out.stride(-1) == 1
+            assert_matches(out, lse, q, k, v, atol=LOOSE[q.dtype] * 4)
 
     @pytest.mark.gpu
     @needs_gpu
