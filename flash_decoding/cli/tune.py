@@ -43,8 +43,8 @@ def tune(
 ) -> None:
     """Measure on this GPU which tiles and how many programs are fastest, and keep what beats the planner's rule.
 
-    Without it the planner uses what the package has measured on a GPU of the same name, else its rule; the results of a
-    call are right either way. What was measured before and is not measured now stays in the file.
+    Without it the planner follows its rule; the results of a call are right either way. What was measured before and is
+    not measured now stays in the file.
     """
     from flash_decoding.bench.tile_sweep import make_targets, tuned_widths
 
