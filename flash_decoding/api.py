@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flash_decoding import backends, recorded
-from flash_decoding.op import run, run_and_record
-from flash_decoding.problem import Call, find_errors, find_option_errors, make_problem
+from flash_decoding.op import is_traced, is_watched, make_traced_outputs, run, run_and_record
+from flash_decoding.problem import Call, find_errors, make_problem
 from flash_decoding.workspace import Workspace
 
 
@@ -126,7 +126,7 @@ def flash_decode(
         key_mask=key_mask, tree_mask=tree_mask, num_splits=num_splits, split_size=split_size, out=out, lse=lse,
         check=check,
     )  # fmt: skip
-    if _is_traced(q, k, v):
+    if is_traced(q, k, v):
         return _traced(call, return_lse, workspace, backend)
     problem = make_problem(call)
     for error in backends.find_backend_errors(backend, q.device):
@@ -147,20 +147,10 @@ def flash_decode(
 def _may_be_recorded(q: Tensor, k: Tensor, v: Tensor, arrays: tuple[Tensor | None, ...]) -> bool:
     """Whether these are plain tensors in memory. On a CPU, arrays are looked at on every call and take the long way."""
     return (
-        type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not _is_watched()
+        type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not is_watched()
         and q.layout is k.layout is v.layout is torch.strided
         and (q.is_cuda or all(x is None for x in arrays))
     )  # fmt: skip
-
-
-def _is_watched() -> bool:
-    """Whether somebody records or rewrites what is called: then calls go through the dispatcher."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def _facts(arrays: tuple[Tensor | None, ...]) -> tuple | None:
@@ -234,32 +224,8 @@ def explain(
     return reasons
 
 
-# The types whose memory a kernel may touch; anything else belongs to the dispatcher.
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the call is being recorded, or its tensors have no memory of their own: then it goes through the op."""
-    return _is_watched() or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (q, k, v))
-
-
 def _traced(call: Call, return_lse: bool, workspace: Workspace | None, backend: str) -> Tensor | tuple[Tensor, Tensor]:
     """The call as a tracer sees it: outputs made in the graph, and one op that fills them and checks the rest."""
-    if workspace is not None:
-        raise ValueError("workspace must be None where the call is traced: graphs own their scratch")
-    for error in find_option_errors(call):
-        raise error
-    if call.check:
-        raise ValueError("check must be False where the call is traced: it reads lengths on the host")
-    q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError(
-            "q, k and v must not require a gradient, there is no backward; use torch.no_grad() or detach()"
-        )
-    if out is None:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if return_lse and lse is None:
-        heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
-        lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)
+    out, lse = make_traced_outputs(call, return_lse, workspace)
     torch.ops.flash_decoding.decode(*call[: Call._fields.index("out")], backend, out, lse)
     return (out, lse) if return_lse and lse is not None else out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_decoding import backends
-from flash_decoding.api import _is_traced
+from flash_decoding.op import is_traced
 from flash_decoding.problem import (
     DTYPES,
     HEAD_DIM_STEP,
@@ -130,7 +130,7 @@ def append_kv(
         k_new, v_new, k_cache, v_cache, kv_lens, layout, block_table, new_lens, rotary_cos, rotary_sin,
         rotary_interleaved, q, q_advances, check,
     )  # fmt: skip
-    if _is_traced(k_new, k_cache, kv_lens):
+    if is_traced(k_new, k_cache, kv_lens):
         return _traced(call, backend)
     _refuse(call, backend)
     q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from flash_decoding import backends
-from flash_decoding.api import _is_traced
 from flash_decoding.cost_model import CHUNK_EXTRA_US, LAUNCH_US, REACHABLE_SHARE
 from flash_decoding.hardware import present_gpu
-from flash_decoding.op import run
-from flash_decoding.problem import MAX_Q_LEN, Call, Problem, find_option_errors, make_problem
+from flash_decoding.op import is_traced, make_traced_outputs, run
+from flash_decoding.problem import MAX_Q_LEN, Call, Problem, make_problem
 from flash_decoding.split_plan import Plan, next_power_of_2
 from flash_decoding.workspace import Partial, Workspace, take_partial
 
@@ -120,7 +119,7 @@ def cascade_decode(
     for name, x in (("block_table", block_table), ("kv_lens", kv_lens)):
         if x is None:
             raise TypeError(f"{name} must be a torch.Tensor, got NoneType")
-    if _is_traced(q, k, v):
+    if is_traced(q, k, v):
         return _traced(call, prefix_len, shared, return_lse, workspace, backend)
     problem = _checked(call, prefix_len, shared, backend)
     if workspace is not None and not isinstance(workspace, Workspace):
@@ -333,22 +332,7 @@ def _traced(
     call: Call, prefix_len: int, shared: bool | None, return_lse: bool, workspace: Workspace | None, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as a tracer sees it: outputs made in the graph, and one op that fills them and checks the rest."""
-    if workspace is not None:
-        raise ValueError("workspace must be None where the call is traced: graphs own their scratch")
-    for error in find_option_errors(call):
-        raise error
-    if call.check:
-        raise ValueError("check must be False where the call is traced: it reads lengths on the host")
-    q, out, lse = call.q, call.out, call.lse
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, call.k, call.v)):
-        raise ValueError(
-            "q, k and v must not require a gradient, there is no backward; use torch.no_grad() or detach()"
-        )
-    if out is None:
-        out = q.new_empty((*q.shape[:-1], call.v.shape[-1]))
-    if return_lse and lse is None:
-        heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
-        lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)
+    out, lse = make_traced_outputs(call, return_lse, workspace)
     options = {name: getattr(call, name) for name in _OP_FIELDS}
     torch.ops.flash_decoding.cascade(*options.values(), prefix_len, shared, backend, out, lse)
     return (out, lse) if return_lse and lse is not None else out

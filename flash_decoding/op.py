@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_decoding import backends
-from flash_decoding.problem import Call, Problem, make_problem
+from flash_decoding.problem import Call, Problem, find_option_errors, make_problem
 from flash_decoding.recorded import Recorded
 from flash_decoding.split_plan import Plan
 from flash_decoding.workspace import Partial, Workspace, take_partial
@@ -52,6 +52,46 @@ def _prepare(
     shape = plan.partial_shape(problem.batch, problem.heads_kv, problem.group, problem.q_len)
     partial = take_partial(workspace, shape, problem.value_dim, problem.q.device)
     return module, plan, partial, out.transpose(1, 2) if call.layout == "bnhd" else out
+
+
+# The types whose memory a kernel may touch; anything else belongs to the dispatcher.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the call is being recorded, or its tensors have no memory of their own: then it goes through the op."""
+    return is_watched() or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (q, k, v))
+
+
+def is_watched() -> bool:
+    """Whether somebody records or rewrites what is called: then calls go through the dispatcher."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def make_traced_outputs(call: Call, return_lse: bool, workspace: Workspace | None) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) as a tracer sees them: made in the graph. Refuses what a graph cannot do; the op checks the rest."""
+    if workspace is not None:
+        raise ValueError("workspace must be None where the call is traced: graphs own their scratch")
+    for error in find_option_errors(call):
+        raise error
+    if call.check:
+        raise ValueError("check must be False where the call is traced: it reads lengths on the host")
+    q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "q, k and v must not require a gradient, there is no backward; use torch.no_grad() or detach()"
+        )
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    if return_lse and lse is None:
+        heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
+        lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)
+    return out, lse
 
 
 _library = torch.library.Library("flash_decoding", "DEF")
