@@ -100,7 +100,7 @@ def flash_decode(
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
     arrays = (kv_lens, kv_start, block_table, q_lens, alibi_slopes, sinks, key_mask, tree_mask)
-    key = None
+    key = record = None
     if check is False and _may_be_recorded(q, k, v, arrays):
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         key = (
@@ -137,7 +137,7 @@ def flash_decode(
         out = recorded.make_out(q, (*q.shape[:3], problem.value_dim))
     if return_lse and lse is None:
         lse = torch.empty((problem.batch, problem.heads_q, problem.q_len), dtype=torch.float32, device=q.device)
-    if key is None or recorded.find(key) is not None:
+    if key is None or record is not None:
         run(problem, call, backend, workspace, out, lse)
     else:
         recorded.add(key, run_and_record(problem, call, backend, workspace, out, lse))

@@ -99,7 +99,7 @@ def _has_kernel(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
         return False
     tensors = [x for states in (outs, lses) for x in ([states] if isinstance(states, Tensor) else states)]
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not wanted and not any(is_traced(x, x, x) or x.is_neg() for x in tensors)
+    return not wanted and not is_traced(*tensors) and not any(x.is_neg() for x in tensors)
 
 
 def _launch(

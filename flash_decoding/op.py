@@ -58,9 +58,9 @@ def _prepare(
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_traced(*tensors: Tensor) -> bool:
     """Whether the call is being recorded, or its tensors have no memory of their own: then it goes through the op."""
-    return is_watched() or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (q, k, v))
+    return is_watched() or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in tensors)
 
 
 def is_watched() -> bool:

@@ -167,7 +167,7 @@ def test_what_an_option_costs_is_a_ratio_to_its_baseline():
     cells = ["1, 32/8, 8192, 128, Lq 4, window 1024", "1, 32/8, 8192, 128", "15.0", "12.5", "1.20", "SDPA 2.00"]
     assert ratio_cells(rows) == [cells]
     assert "| " + " | ".join(cells) + " |" in to_markdown(rows, ENVIRONMENT)
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, it lives as long as the console
     console.print(ratio_table("serving", rows))
     assert "1.20" in console.export_text()
     assert ratio_table("serving", ROWS) is None
@@ -191,7 +191,7 @@ def test_a_failure_lists_its_shapes_unless_it_is_all_of_them():
 
 
 def test_tables_hold_every_peer():
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, it lives as long as the console
     console.print(detail_table("serving", ROWS), summary_table("serving", ROWS))
     text = console.export_text()
     for part in ("flash-decoding", "SDPA", "FlashInfer (page 16, plan 300 µs)", "1.85", "only reading it"):

@@ -98,7 +98,7 @@ def measure_peer(peer: Peer, stage: Stage, method: Method) -> Row:
             found = _try_variant(make, stage, method, measure, failures)
             if found is not None and (best is None or _quick_us(found) < _quick_us(best)):
                 best = found
-    except Exception as error:
+    except Exception as error:  # whatever a peer raises is its row's reason
         failures.append(f"error: {one_line(error)}")
         _raise_if_lost(case, row | {"status": failures[-1]})
     if best is None:
@@ -129,7 +129,7 @@ def _try_variant(
                 return None
             found = measure(prepared, stage, method)
         return found | {"variant": prepared.variant or None, "plan_us": _rounded(prepared.plan_us)}
-    except Exception as error:
+    except Exception as error:  # likewise
         failures.append(f"error: {one_line(error)}")
         row = empty_row(stage.case, "", failures[-1])
         _raise_if_lost(stage.case, row)

@@ -132,7 +132,7 @@ def _check_models() -> None:
             )
         return check(self, requested_attention, *args, **options)
 
-    get_correct_attn_implementation.checks_split_kv = True  # type: ignore[attr-defined]
+    get_correct_attn_implementation.checks_split_kv = True  # type: ignore[attr-defined] # a mark, so as to wrap it once
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 

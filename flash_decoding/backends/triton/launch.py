@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -62,7 +62,7 @@ def launch(
         fp_fusion: whether a product and a sum may be rounded as one.
     """
     device = args[0].device.index
-    key = (device, kernel, key, constants, build)
+    key = (device, kernel, key, constants, build, fp_fusion)
     compiled = _compiled.get(key)
     if compiled is None:
         with _first_start:
@@ -168,12 +168,11 @@ def start_again(launches: Sequence[Launch]) -> Callable[[Sequence[int], int, obj
     return start
 
 
-class Parameters:
+class Parameters(NamedTuple):
     """The parameter buffer of a kernel, and where the addresses of its tensors are."""
 
-    def __init__(self, size: int) -> None:
-        self.buffer = bytearray(-(-size // 8) * 8)
-        self.tensors: list[tuple[int, Tensor]] = []
+    buffer: bytearray
+    tensors: list[tuple[int, Tensor]]
 
 
 def pack_parameters(compiled: Any, args: tuple) -> Parameters:
@@ -192,7 +191,7 @@ def pack_parameters(compiled: Any, args: tuple) -> Parameters:
     )  # fmt: skip
     if wants_more or not len(kept) <= len(offsets) <= len(kept) + 2:
         raise ValueError(f"a kernel with {len(kept)} arguments and {len(offsets)} parameters cannot be packed")
-    parameters = Parameters(end)
+    parameters = Parameters(bytearray(-(-end // 8) * 8), [])
     for at, (kind, x) in zip(offsets, kept, strict=False):
         if isinstance(x, Tensor):
             parameters.tensors.append((at, x))
