@@ -61,13 +61,19 @@ class Plan:
     tile: Tile
     at_once: int | None = None  # a ragged batch is cut into pieces instead: as many as run at once, or num_splits
 
+    def count_pieces(self, problems: int) -> int:
+        """At most, of a ragged batch: a piece more or less for every problem, unless all surely run at once."""
+        assert self.at_once is not None, "the batch is cut into pieces"
+        return self.at_once if all_run_at_once(problems, self.at_once) else self.num_splits + problems
+
     def partial_shape(self, batch: int, heads_kv: int, group: int, q_len: int) -> tuple[int, ...] | None:
         """Rows of scratch that the splits need between the kernels; None: there is one, and it writes the result."""
         if self.at_once is not None:
-            # A share more or less for every problem.
             rows = group * q_len
             problems = batch * heads_kv * -(-rows // self.tile.block_m)
-            return self.num_splits + problems, min(rows, self.tile.block_m)
+            width = min(rows, self.tile.block_m)
+            # A share more or less for every problem, and two numbers each that say where its pieces are.
+            return self.num_splits + problems + -(-2 * problems // width), width
         if self.num_splits == 1 or batch == 0:
             return None
         return self.num_splits, batch, heads_kv * group, q_len
@@ -242,9 +248,15 @@ def choose_plan(
         cut = ragged and 0 < batch <= _MAX_RAGGED_BATCH and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES
         if cut and problems:
             pieces = min(_PIECES_PER_PROCESSOR * processors, problems * tiles // _TILES_PER_PIECE)
-            return Plan(pieces, None, tile, min(slots, pieces))
+            at_once = min(slots, pieces)
+            return Plan(at_once if all_run_at_once(problems, at_once) else pieces, None, tile, at_once)
         num_splits = choose_num_splits(problems, tiles, slots)
     return Plan(num_splits, None, tile)
+
+
+def all_run_at_once(problems: int, at_once: int) -> bool:
+    """Whether a limit of two even shares, if no less, leaves no more pieces than run at once, whatever the lengths."""
+    return 2 * problems <= at_once
 
 
 def programs_per_processor(tile: Tile, element_size: int) -> int:

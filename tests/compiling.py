@@ -87,7 +87,7 @@ def compile_reduce(
         **dict.fromkeys(("shared_at", "shared_splits", "shared_rows", "shared_len"), "i32" if shared else "constexpr"),
     }  # fmt: skip
     constants = {
-        "G": 4, "Lq": 1, "BLOCK_M": 16, "BLOCK_N": 64, "SKIP_EMPTY": skip_empty, "DV": value_dim, "BLOCK_S": block_s,
+        "G": 4, "Lq": 1, "BLOCK_M": 16, "SKIP_EMPTY": skip_empty, "DV": value_dim, "BLOCK_S": block_s,
         "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)),
     }  # fmt: skip
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
@@ -102,7 +102,7 @@ def compile_merge(dtype, width, count, arch) -> Compiled:
         **dict.fromkeys(("kv_len", "B", "Hq", "rows", "num_splits"), "i32"),
     }  # fmt: skip
     constants = {
-        "G": 1, "Lq": 1, "BLOCK_M": 1, "BLOCK_N": 1, "SKIP_EMPTY": True, "NATURAL": True, "DV": width,
+        "G": 1, "Lq": 1, "BLOCK_M": 1, "SKIP_EMPTY": True, "NATURAL": True, "DV": width,
         "BLOCK_S": block_s, "BLOCK_DV": block_dv,
     }  # fmt: skip
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)

@@ -16,11 +16,14 @@ pytest.importorskip("triton")
 import triton
 from triton import language as tl
 
-from flash_decoding.backends.triton.pieces import find_piece, find_slots
+from flash_decoding.backends.triton.pieces import find_piece, find_slots, note_slots
 from flash_decoding.backends.triton.tile_io import split_range, visible_range
 from flash_decoding.split_plan import choose_plan
 
 BLOCK_N = 16
+
+
+ROWS = 3  # of a problem, in scratch
 
 
 class Piece(NamedTuple):
@@ -31,38 +34,52 @@ class Piece(NamedTuple):
     number: int
     count: int
     slot: int
-    first_slot: int  # by find_slots(), of this problem
-    slots: int
     start: int
     stop: int
 
 
 @triton.jit(do_not_specialize=["B", "heads", "at_once", "pieces"])
-def _list_pieces(found_ptr, kv_lens_ptr, kv_start_ptr, kv_len, B, heads, at_once, pieces, BLOCK: tl.constexpr):
+def _list_pieces(
+    found_ptr, m_ptr, kv_lens_ptr, kv_start_ptr, kv_len, B, heads, at_once, pieces, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     lens = (kv_lens_ptr, kv_start_ptr, None, kv_len, None)
     b, head, number, count, slot = find_piece(pid, lens, B, heads, at_once, pieces, 1, BLOCK)
-    first_slot, slots = find_slots(b, head, lens, B, heads, at_once, pieces, 1, BLOCK)
+    if (count > 0) & (number == 0):
+        note_slots(m_ptr, b * heads + head, B * heads, pieces, slot, count, TOKENS)
     first, last, _, _ = visible_range(lens, b, 1)
     start, stop = split_range(first, last, number, tl.maximum(count, 1), None, BLOCK)
-    found_ptr += pid * 9
+    found_ptr += pid * 7
     tl.store(found_ptr, b)
     tl.store(found_ptr + 1, head)
     tl.store(found_ptr + 2, number)
     tl.store(found_ptr + 3, count)
     tl.store(found_ptr + 4, slot)
-    tl.store(found_ptr + 5, first_slot)
-    tl.store(found_ptr + 6, slots)
-    tl.store(found_ptr + 7, start)
-    tl.store(found_ptr + 8, stop)
+    tl.store(found_ptr + 5, start)
+    tl.store(found_ptr + 6, stop)
 
 
-def list_pieces(programs, device, kv_lens, kv_start, *sizes):
-    """What the first programs find."""
-    found = torch.full((programs, 9), -1, dtype=torch.int32, device=device)
+@triton.jit(do_not_specialize=["problems", "pieces"])
+def _list_slots(found_ptr, m_ptr, has_keys_ptr, problems, pieces, TOKENS: tl.constexpr):
+    pid = tl.program_id(0)
+    has_keys = tl.load(has_keys_ptr + pid) != 0
+    slot, count = find_slots(m_ptr, pid, problems, pieces, has_keys, TOKENS)
+    tl.store(found_ptr + 2 * pid, slot)
+    tl.store(found_ptr + 2 * pid + 1, count)
+
+
+def list_pieces(programs, device, kv_lens, kv_start, capacity, batch, heads, at_once, pieces):
+    """What the first programs find, and then (first slot, slots) of every problem; scratch starts as NaN."""
     arrays = [x if x is None else x.to(device) for x in (kv_lens, kv_start)]
-    _list_pieces[(programs,)](found, *arrays, *sizes, BLOCK_N)
-    return [Piece(*row) for row in found.tolist()]
+    problems = batch * heads
+    m = torch.full(((pieces + problems) * ROWS + 2 * problems,), float("nan"), device=device)
+    found = torch.full((programs, 7), -1, dtype=torch.int32, device=device)
+    _list_pieces[(programs,)](found, m, *arrays, capacity, batch, heads, at_once, pieces, BLOCK_N, ROWS)
+    has_keys = (kv_lens > (0 if kv_start is None else kv_start)).repeat_interleave(heads).to(device, torch.int32)
+    slots = torch.full((problems, 2), -1, dtype=torch.int32, device=device)
+    _list_slots[(problems,)](slots, m, has_keys, problems, pieces, ROWS)
+    return [Piece(*row) for row in found.tolist()], [tuple(row) for row in slots.tolist()]
 
 
 def draw_lengths(batch, capacity):
@@ -74,14 +91,20 @@ def draw_lengths(batch, capacity):
     return lens
 
 
-def share_tiles(tiles, heads, at_once, pieces):
-    """The rule, in integers: (tiles in a share, pieces of every problem of each sequence)."""
-    for most in (at_once, pieces):
-        share = max(-(-sum(tiles) * heads // most), 1)
-        counts = [-(-n // (share + share // 4)) for n in tiles]
-        if sum(counts) * heads <= at_once:
-            break
-    return share, counts
+def limit_tiles(tiles, heads, at_once, pieces):
+    """The rule, in integers: (tiles of the largest piece, pieces of every problem of each sequence)."""
+
+    def cut(limit):
+        return [-(-n // limit) for n in tiles]
+
+    even = max(-(-sum(tiles) * heads // at_once), 1)
+    if len(tiles) * heads <= at_once:
+        for i in range(16):
+            limit = even + i * -(-even // 15)
+            if sum(cut(limit)) * heads <= at_once:
+                return limit, cut(limit)
+    share = max(-(-sum(tiles) * heads // pieces), 1)
+    return share + share // 4, cut(share + share // 4)
 
 
 @pytest.mark.interpreter
@@ -101,11 +124,13 @@ def test_pieces_hold_every_tile_once(target, batch, heads, at_once, pieces, side
     kv_start = (torch.rand(batch) * kv_lens * 0.3).to(torch.int32) if starts else None
     first = [0] * batch if kv_start is None else kv_start.tolist()
     tiles = [-(-(n - m) // BLOCK_N) for n, m in zip(kv_lens.tolist(), first, strict=True)]
-    share, counts = share_tiles(tiles, heads, at_once, pieces)
+    limit, counts = limit_tiles(tiles, heads, at_once, pieces)
     total = sum(counts) * heads
     assert (total <= at_once) is side_by_side, "the case is of the kind that it should be"
 
-    programs = list_pieces(total + 3, target.device, kv_lens, kv_start, capacity, batch, heads, at_once, pieces)
+    programs, slots = list_pieces(
+        total + 3, target.device, kv_lens, kv_start, capacity, batch, heads, at_once, pieces
+    )
     found, beyond = programs[:total], programs[total:]
     assert all(piece.count > 0 for piece in found)
     assert all(piece.count == 0 for piece in beyond)
@@ -114,19 +139,22 @@ def test_pieces_hold_every_tile_once(target, batch, heads, at_once, pieces, side
     for piece in sorted(found, key=lambda piece: piece.slot):
         by_problem[piece.b, piece.head].append(piece)
     assert by_problem.keys() == {(b, head) for b in range(batch) for head in range(heads) if tiles[b]}
+    assert slots == [
+        (by_problem[b, head][0].slot if tiles[b] else 0, counts[b]) for b in range(batch) for head in range(heads)
+    ]
     for (b, _), mine in by_problem.items():
         slot, count = mine[0].slot, counts[b]
         assert [(piece.number, piece.slot) for piece in mine] == [(i, slot + i) for i in range(count)]
-        assert {(piece.count, piece.first_slot, piece.slots) for piece in mine} == {(count, slot, count)}
+        assert {piece.count for piece in mine} == {count}
         # One begins where the one before ends, at a whole tile.
         assert [piece.start for piece in mine] == [first[b], *[piece.stop for piece in mine[:-1]]]
         assert mine[-1].stop == kv_lens[b]
         assert all(piece.start < piece.stop and (piece.start - first[b]) % BLOCK_N == 0 for piece in mine)
 
     sizes = [-(-(piece.stop - piece.start) // BLOCK_N) for piece in found]
-    assert max(sizes) <= share + share // 4
-    large = [2 * size >= share for size in sizes]
-    assert large == sorted(large, reverse=True), "pieces of half a share or more come first"
+    assert max(sizes) <= limit
+    large = [2 * tiles[piece.b] >= limit for piece in found]
+    assert large == sorted(large, reverse=True), "long sequences come first"
     assert set(large) == {True, False}, "there are some of both kinds"
 
 
@@ -135,8 +163,9 @@ def test_pieces_hold_every_tile_once(target, batch, heads, at_once, pieces, side
 @pytest.mark.parametrize("batch", [1, 130])
 def test_without_keys_there_are_no_pieces(target, batch):
     kv_lens = torch.zeros(batch, dtype=torch.int32)
-    found = list_pieces(4, target.device, kv_lens, None, 640, batch, 2, 4, 8)
-    assert {(piece.count, piece.slots) for piece in found} == {(0, 0)}
+    found, slots = list_pieces(4, target.device, kv_lens, None, 640, batch, 2, 4, 8)
+    assert {piece.count for piece in found} == {0}
+    assert set(slots) == {(0, 0)}
 
 
 @settings(max_examples=300, deadline=None)
@@ -157,11 +186,12 @@ def test_scratch_holds_the_pieces_of_any_lengths(
     assert plan.at_once <= plan.num_splits
     heads = heads_kv * -(-group * q_len // tile.block_m)
     rows, tokens = plan.partial_shape(len(lengths), heads_kv, group, q_len)
-    assert rows == plan.num_splits + len(lengths) * heads, "a program each, see launch_chunk()"
+    problems = len(lengths) * heads
+    assert rows * tokens >= (plan.num_splits + problems) * tokens + 2 * problems, "a place each, and the table"
     assert tokens == min(group * q_len, tile.block_m)
     tiles = [round(length * capacity) for length in lengths]
-    _, counts = share_tiles(tiles, heads, plan.at_once, plan.num_splits)
-    assert sum(counts) * heads <= rows
+    _, counts = limit_tiles(tiles, heads, plan.at_once, plan.num_splits)
+    assert sum(counts) * heads <= plan.count_pieces(problems), "a program each, see launch_chunk()"
     assert all((count > 0) == (n > 0) for count, n in zip(counts, tiles, strict=True))
 
 

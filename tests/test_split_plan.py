@@ -58,7 +58,11 @@ def test_sequences_that_may_differ_in_length_are_cut_into_pieces_of_one_size():
     chosen = plan(64, 32, 8, 16384, 128, paged=True, ragged=True)
     assert chosen.at_once % H200["processors"] == 0, "every processor has as many programs"
     assert chosen.num_splits > chosen.at_once
-    assert chosen.partial_shape(64, 8, 4, 1) == (chosen.num_splits + 64 * 8, 4)
+    # A row of scratch for every piece, a piece more or less for every problem, and two numbers each besides.
+    assert chosen.partial_shape(64, 8, 4, 1) == (chosen.num_splits + 64 * 8 + 2 * 64 * 8 // 4, 4)
+    assert chosen.count_pieces(64 * 8) == chosen.num_splits + 64 * 8
+    few = plan(8, 32, 8, 16384, 128, paged=True, ragged=True)
+    assert few.num_splits == few.at_once == few.count_pieces(64), "so few problems all run at once, whatever they hold"
     assert plan(2, 8, 8, 2048, 128, ragged=True).at_once
     # Short sequences are done before anybody waits, and the kernels count tiles in 32 bits.
     assert plan(512, 32, 8, 300, 128, ragged=True).num_splits == 1

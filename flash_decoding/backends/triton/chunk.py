@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_decoding.backends.triton.launch import launch, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, update_softmax
-from flash_decoding.backends.triton.pieces import find_piece
+from flash_decoding.backends.triton.pieces import find_piece, note_slots
 from flash_decoding.backends.triton.scores import sees, transform_scores
 from flash_decoding.backends.triton.tile_io import (
     address,
@@ -68,6 +68,9 @@ def _chunk_kernel(
         b, head, split, splits, slot = find_piece(pid, lens, B, Hkv * row_tiles, at_once, num_splits, Lq, BLOCK_N)
         if splits == 0:
             return
+        if split == 0:
+            heads = Hkv * row_tiles
+            note_slots(m_ptr, b * heads + head, B * heads, num_splits, slot, splits, min(G * Lq, BLOCK_M))
         row_tile, h_kv, b = head % row_tiles, head // row_tiles, b.to(tl.int64)
         # Where in scratch row 0 would be: a piece has the rows of its tile only.
         at = slot.to(tl.int64) * min(G * Lq, BLOCK_M) - row_tile * BLOCK_M
@@ -208,7 +211,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     launch(
         _chunk_kernel,
         key,
-        (problems, plan.num_splits) if plan.at_once is None else (problems + plan.num_splits, 1),
+        (problems, plan.num_splits) if plan.at_once is None else (plan.count_pieces(problems), 1),
         (
             p.q, strides[0], p.k, strides[1], p.v, strides[2],
             table, 0 if table is None else table.stride(0), p.kv_lens, p.kv_start, p.q_lens,

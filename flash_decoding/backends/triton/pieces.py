@@ -1,14 +1,16 @@
 """Pieces of a ragged batch, found on the device from the lengths there.
 
-A share is the tiles of the whole batch over a number of pieces. Every problem, (sequence, KV head, tile of rows), is
-cut evenly into as many pieces as leave none larger than a share and a quarter: a little more than a share is better
-than a small rest. Where one share per program that runs at once cuts the batch into no more pieces than that, all run
-from start to end side by side. Otherwise shares are smaller, and a free processor takes the program of the next number:
-sequences whose pieces are half a share or more come first, since longest first leaves little to wait for at the end
-(R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969). No host needs to know a length, and a captured graph
-adapts to every later one.
+Every problem, (sequence, KV head, tile of rows), is cut evenly into as many pieces as leave none larger than a limit,
+and a program has one piece. The limit is the smallest tried for which all pieces run at once, side by side from start
+to end: a share of the batch's tiles per program that the device runs at once, or a little more. Where there are too
+many problems for that, pieces are smaller, and a free processor takes the program of the next number: sequences whose
+pieces are half the limit or more come first, since longest first leaves little to wait for at the end (R. L. Graham,
+"Bounds on multiprocessing timing anomalies", 1969). No host needs to know a length, and a captured graph adapts to
+every later one.
 
 Scratch holds the pieces of a problem one after the other, problem after problem, whatever the order of the programs.
+Behind them lies a table, the first slot of each problem and how many it has, written by whoever has a first piece: to
+look it up costs the many programs of the reduce kernel less than to work it out.
 """
 
 import triton
@@ -16,8 +18,11 @@ import triton.language as tl
 
 from flash_decoding.backends.triton.tile_io import visible_range
 
-# Sequences looked at at a time.
-_BLOCK_B = tl.constexpr(128)
+# Sequences looked at at a time: one a thread.
+_BLOCK_B = tl.constexpr(32)
+# Limits that are tried, from an even share to twice as much.
+_LIMITS = tl.constexpr(16)
+_NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -35,34 +40,34 @@ def _tiles_from(first_b, lens, B, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _cut(tiles, share):
-    """Pieces of a problem."""
-    return tl.cdiv(tiles, share + share // 4)
-
-
-@triton.jit
-def _share_of_batch(lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles that make one share; heads: problems per sequence."""
+def _limit_of_batch(lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles of the largest piece; heads: problems per sequence."""
     total = tl.zeros([], tl.int32)
     for first_b in range(0, B, _BLOCK_B):
         _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
         total += tl.sum(tiles, 0)
-    share = tl.maximum(tl.cdiv(total * heads, at_once), 1)
-    count = tl.zeros([], tl.int32)
-    for first_b in range(0, B, _BLOCK_B):
-        _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        count += tl.sum(_cut(tiles, share), 0)
-    return tl.where(count * heads <= at_once, share, tl.maximum(tl.cdiv(total * heads, pieces), 1))
+    share = tl.maximum(tl.cdiv(total * heads, pieces), 1)
+    limit = share + share // 4
+    if B * heads <= at_once:
+        share = tl.maximum(tl.cdiv(total * heads, at_once), 1)
+        tried = share + tl.cdiv(share, _LIMITS - 1) * tl.arange(0, _LIMITS)
+        count = tl.zeros([_LIMITS], tl.int32)
+        for first_b in range(0, B, _BLOCK_B):
+            _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
+            count += tl.sum(tl.cdiv(tiles[None, :], tried[:, None]), 1)
+        fitting = tl.min(tl.where(count * heads <= at_once, tried, _NONE), 0)
+        limit = tl.where(fitting < _NONE, fitting, limit)
+    return limit
 
 
 @triton.jit
 def find_piece(program, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """(b, head, number, count, slot): a program has the piece `number` of `count` of a problem; count 0: none."""
-    share = _share_of_batch(lens, B, heads, at_once, pieces, Lq, BLOCK_N)
+    limit = _limit_of_batch(lens, B, heads, at_once, pieces, Lq, BLOCK_N)
     large = tl.zeros([], tl.int32)
     for first_b in range(0, B, _BLOCK_B):
         _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        large += tl.sum(tl.where(2 * tiles >= share, _cut(tiles, share), 0), 0)
+        large += tl.sum(tl.where(2 * tiles >= limit, tl.cdiv(tiles, limit), 0), 0)
     is_large = program < large * heads
     index = tl.where(is_large, program, program - large * heads)
 
@@ -70,8 +75,8 @@ def find_piece(program, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK
     b, before, pieces_before, reached = 0, 0, 0, 0
     for first_b in range(0, B, _BLOCK_B):
         at, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        count = _cut(tiles, share)
-        of_kind = tl.where((2 * tiles >= share) == is_large, count, 0)
+        count = tl.cdiv(tiles, limit)
+        of_kind = tl.where((2 * tiles >= limit) == is_large, count, 0)
         passed = ((reached + tl.cumsum(of_kind, 0)) * heads <= index) & (at < B)
         b += tl.sum(passed.to(tl.int32), 0)
         before += tl.sum(tl.where(passed, of_kind, 0), 0)
@@ -79,18 +84,29 @@ def find_piece(program, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK
         reached += tl.sum(of_kind, 0)
     exists = b < B
     b = tl.minimum(b, B - 1)
-    count = tl.maximum(_cut(_count_tiles(b, lens, Lq, BLOCK_N), share), 1)
+    count = tl.maximum(tl.cdiv(_count_tiles(b, lens, Lq, BLOCK_N), limit), 1)
     place = index - before * heads
     return b, place // count, place % count, tl.where(exists, count, 0), pieces_before * heads + place
 
 
 @triton.jit
-def find_slots(b, head, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first slot of a problem's pieces, and their number."""
-    share = _share_of_batch(lens, B, heads, at_once, pieces, Lq, BLOCK_N)
-    before = tl.zeros([], tl.int32)
-    for first_b in range(0, b, _BLOCK_B):
-        at, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        before += tl.sum(tl.where(at < b, _cut(tiles, share), 0), 0)
-    count = _cut(_count_tiles(b, lens, Lq, BLOCK_N), share)
-    return before * heads + head * count, count
+def _table_entry(m_ptr, problem, problems, pieces, ROWS: tl.constexpr):
+    """Where scratch says which slots a problem has: two integers behind the ROWS rows of every slot's m."""
+    at = (pieces + problems).to(tl.int64) * ROWS + 2 * problem
+    return (m_ptr + at).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def note_slots(m_ptr, problem, problems, pieces, slot, count, ROWS: tl.constexpr):
+    """Leave word for find_slots(): a problem's first slot, and how many it has."""
+    entry = _table_entry(m_ptr, problem, problems, pieces, ROWS)
+    tl.store(entry, slot)
+    tl.store(entry + 1, count)
+
+
+@triton.jit
+def find_slots(m_ptr, problem, problems, pieces, has_keys, ROWS: tl.constexpr):
+    """The first slot of a problem's pieces, and their number; of one without keys nobody has left word."""
+    entry = _table_entry(m_ptr, problem, problems, pieces, ROWS)
+    slot, count = tl.load(entry), tl.load(entry + 1)
+    return tl.where(has_keys, slot, 0), tl.where(has_keys, count, 0)

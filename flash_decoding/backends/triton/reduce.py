@@ -26,7 +26,7 @@ from flash_decoding.backends.triton.launch import launch, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, finite_or_zero
 from flash_decoding.backends.triton.pieces import find_slots
 from flash_decoding.backends.triton.scores import LOG2_E
-from flash_decoding.backends.triton.tile_io import address
+from flash_decoding.backends.triton.tile_io import address, visible_range
 from flash_decoding.problem import Problem
 from flash_decoding.split_plan import Plan, next_power_of_2
 from flash_decoding.workspace import Partial
@@ -65,8 +65,7 @@ def _reduce_kernel(
     B, Hq, rows, num_splits, at_once,
     acc_step,  # from one state to the next, as rows is for m; None: rows * Dv
     shared_at, shared_splits, shared_rows, shared_len,  # the splits of a shared prefix; None: there is none
-    G: tl.constexpr, Lq: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SKIP_EMPTY: tl.constexpr, NATURAL: tl.constexpr,
+    G: tl.constexpr, Lq: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_EMPTY: tl.constexpr, NATURAL: tl.constexpr,
     DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: one query row, BLOCK_DV columns of its output."""
@@ -79,10 +78,10 @@ def _reduce_kernel(
     if at_once is not None:
         row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
         lens = (kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window)
-        heads, row_kv = Hq // G * row_tiles, h_q % G * Lq + t
-        head = h_q // G * row_tiles + row_kv // BLOCK_M
-        slot, splits = find_slots(b.to(tl.int32), head.to(tl.int32), lens, B, heads, at_once, num_splits, Lq, BLOCK_N)
-        step = min(G * Lq, BLOCK_M)
+        first_key, last_key, _, _ = visible_range(lens, b, Lq)
+        heads, row_kv, step = Hq // G * row_tiles, h_q % G * Lq + t, min(G * Lq, BLOCK_M)
+        problem = b * heads + h_q // G * row_tiles + row_kv // BLOCK_M
+        slot, splits = find_slots(m_ptr, problem, B * heads, num_splits, last_key > first_key, step)
         at = slot.to(tl.int64) * step + row_kv % BLOCK_M
     m, l = float("-inf"), 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
@@ -185,7 +184,7 @@ def launch_reduce(
             p.batch, p.heads_q, rows, plan.num_splits, plan.at_once, None, *more,
         ),
         (
-            *((p.group, p.q_len, plan.tile.block_m, plan.tile.block_n) if ragged else (1, p.q_len, 1, 1)),
+            *((p.group, p.q_len, plan.tile.block_m) if ragged else (1, p.q_len, 1)),
             plan.split_size is not None, None, p.value_dim, block_s, block_dv,
         ),
         (num_warps, 1),
@@ -224,7 +223,7 @@ def launch_merge(
             outs, lses, None, out, stride, lse, None, None, None, None, 0, None, rows, 1, steps[1], count, None, step,
             None, None, None, None,
         ),
-        (1, 1, 1, 1, True, natural, width, block_s, block_dv),
+        (1, 1, 1, True, natural, width, block_s, block_dv),
         (num_warps, 1),
         fp_fusion=False,  # or two states would merge to other bits the other way round
     )  # fmt: skip
