@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flash_decoding import backends, recorded
-from flash_decoding.op import is_traced, is_watched, make_traced_outputs, run, run_and_record
-from flash_decoding.problem import Call, find_errors, make_problem
+from flash_decoding.op import is_traced, is_watched, make_traced_outputs, op_arguments, run, run_and_record
+from flash_decoding.problem import Call, find_errors, has_codes, make_problem
+from flash_decoding.quantization import KVFormat
 from flash_decoding.workspace import Workspace
+
+# Optional tensors as they came; scales may be numbers, and anything may be wrong.
+_Arrays = tuple[Any, ...]
 
 
 def flash_decode(
@@ -29,6 +35,9 @@ def flash_decode(
     sinks: Tensor | None = None,
     key_mask: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    kv_format: KVFormat | str | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -48,7 +57,8 @@ def flash_decode(
     Args:
         q: [B, Hq, Lq, D], float16, bfloat16 or float32; Lq from 1 to 64 tokens, the last ones of each sequence. D a
             multiple of 8 from 16 to 576.
-        k: [B, Hkv, N, D], dtype of q. Any strides with the last axis contiguous; never copied.
+        k: [B, Hkv, N, D], dtype of q, or codes of a quantised cache. Any strides with the last axis contiguous; never
+            copied.
         v: [B, Hkv, N, Dv], likewise. Dv, up to 512, may differ from D, and v may be a view into k.
         layout: "bhnd" as above (SDPA, Transformers), or "bnhd" (flash-attn): q [B, Lq, Hq, D], k [B, N, Hkv, D],
             v [B, N, Hkv, Dv].
@@ -72,6 +82,14 @@ def flash_decode(
             loading what they exclude. N is max_pages * page_size for a paged cache.
         tree_mask: [B, Lq, Lq] bool, which of the new tokens (the last q_lens keys) each query sees, in place of causal;
             None means causal.
+        kv_format: how k and v are quantised: a KVFormat, or a name as in KVFormat.parse(), which leaves the kind of
+            scales to the shapes of k_scale and v_scale where it names none. None reads it off dtypes float8_e4m3fn,
+            float8_e5m2 and int8; uint8 needs a format.
+        k_scale: what the codes of k are multiplied with: float32 [] or [1] or a number for all; [Hkv] per head;
+            [Hkv, D] per channel; [B, Hkv, N] per token ([B, N, Hkv] for "bnhd", [pages, Hkv, page_size] with pages),
+            any strides; for int4 float16 [B, Hkv, N, D / group], with a zero point [B, Hkv, N, D / group, 2]. None
+            means 1 for fp8 codes. On a CPU those of up to two axes are refused where one is 0 or not finite.
+        v_scale: likewise, Dv wide and not per channel.
         num_splits: how many splits per sequence; None lets the planner choose, 1 takes no scratch and one kernel.
         split_size: keys per split instead; a sequence's result then has the same bits whatever else is in the batch.
         return_lse: return (out, lse) instead of out.
@@ -80,7 +98,7 @@ def flash_decode(
         workspace: scratch owned by the caller; None uses the library's own, one per device, stream and thread. Must be
             None under torch.compile and other tracers, whose graphs own their scratch.
         backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
-        check: also read lengths and page ids on a GPU and refuse those outside the cache; synchronises.
+        check: also read lengths, page ids and scales on a GPU and refuse what would be refused on a CPU; synchronises.
 
     Returns:
         out: [B, Hq, Lq, Dv] ([B, Lq, Hq, Dv] for "bnhd"), dtype of q. lse, with return_lse: [B, Hq, Lq] float32, the
@@ -99,22 +117,33 @@ def flash_decode(
 
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
-    arrays = (kv_lens, kv_start, block_table, q_lens, alibi_slopes, sinks, key_mask, tree_mask)
+    arrays: _Arrays = (
+        kv_lens,
+        kv_start,
+        block_table,
+        q_lens,
+        alibi_slopes,
+        sinks,
+        key_mask,
+        tree_mask,
+        k_scale,
+        v_scale,
+    )
     key = record = None
     if check is False and _may_be_recorded(q, k, v, arrays):
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
             v.dtype, v.device, (addresses[0] | addresses[1] | addresses[2]) & 15, addresses[1] == addresses[2], layout,
-            scale, type(scale), causal, type(causal), window, type(window), softcap, type(softcap), num_splits,
-            type(num_splits), split_size, type(split_size), return_lse, backend, _facts(arrays), _facts((out, lse)),
-            0 if q.is_cuda else torch.get_num_threads(),
+            kv_format, scale, type(scale), causal, type(causal), window, type(window), softcap, type(softcap),
+            num_splits, type(num_splits), split_size, type(split_size), return_lse, backend, _facts(arrays),
+            _facts((out, lse)), 0 if q.is_cuda else torch.get_num_threads(),
         )  # fmt: skip
         try:
             record = recorded.find(key)
         except TypeError:  # something unhashable is none of the types allowed, which the checks below say by name
             record = key = None
-        if record is not None and _has_plain_flags(q, k, v, alibi_slopes, sinks, workspace):
+        if record is not None and _has_plain_flags(q, k, v, arrays, workspace):
             addresses += [x.data_ptr() for x in arrays if x is not None]
             done = record.repeat((q, k, v, *arrays), addresses, out, lse, return_lse, workspace)
             if done is not None:
@@ -123,13 +152,13 @@ def flash_decode(
     call = Call(
         q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, block_table=block_table, q_lens=q_lens,
         scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        key_mask=key_mask, tree_mask=tree_mask, num_splits=num_splits, split_size=split_size, out=out, lse=lse,
-        check=check,
+        key_mask=key_mask, tree_mask=tree_mask, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale,
+        num_splits=num_splits, split_size=split_size, out=out, lse=lse, check=check,
     )  # fmt: skip
     if is_traced(q, k, v):
         return _traced(call, return_lse, workspace, backend)
     problem = make_problem(call)
-    for error in backends.find_backend_errors(backend, q.device):
+    for error in backends.find_backend_errors(backend, q.device, None if problem.kv_format is None else q.dtype):
         raise error
     if workspace is not None and not isinstance(workspace, Workspace):
         raise TypeError(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
@@ -144,16 +173,18 @@ def flash_decode(
     return (out, lse) if return_lse and lse is not None else out
 
 
-def _may_be_recorded(q: Tensor, k: Tensor, v: Tensor, arrays: tuple[Tensor | None, ...]) -> bool:
+def _may_be_recorded(q: Tensor, k: Tensor, v: Tensor, arrays: _Arrays) -> bool:
     """Whether these are plain tensors in memory. On a CPU, arrays are looked at on every call and take the long way."""
     return (
         type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not is_watched()
         and q.layout is k.layout is v.layout is torch.strided
         and (q.is_cuda or all(x is None for x in arrays))
+        # Other scales than these become tensors on the way.
+        and all(x is None or (isinstance(x, Tensor) and x.is_cuda) for x in arrays[-2:])
     )  # fmt: skip
 
 
-def _facts(arrays: tuple[Tensor | None, ...]) -> tuple | None:
+def _facts(arrays: _Arrays) -> tuple | None:
     """What a signature holds of optional tensors; anything else stands for itself."""
     if not any(x is not None for x in arrays):
         return None
@@ -163,12 +194,10 @@ def _facts(arrays: tuple[Tensor | None, ...]) -> tuple | None:
     ])  # fmt: skip
 
 
-def _has_plain_flags(
-    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, workspace: Workspace | None
-) -> bool:
+def _has_plain_flags(q: Tensor, k: Tensor, v: Tensor, arrays: _Arrays, workspace: Workspace | None) -> bool:
     """Whether nothing that a signature does not tell would have the call refused."""
     if torch.is_grad_enabled():
-        for x in (q, k, v, alibi_slopes, sinks):
+        for x in (q, k, v, *arrays):  # integers never require one
             if x is not None and x.requires_grad:
                 return False
     return not (q.is_neg() or k.is_neg() or v.is_neg()) and (workspace is None or type(workspace) is Workspace)
@@ -192,6 +221,9 @@ def explain(
     sinks: Tensor | None = None,
     key_mask: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    kv_format: KVFormat | str | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
     return_lse: bool = False,
@@ -213,12 +245,13 @@ def explain(
     call = Call(
         q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, kv_start=kv_start, block_table=block_table, q_lens=q_lens,
         scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        key_mask=key_mask, tree_mask=tree_mask, num_splits=num_splits, split_size=split_size, out=out, lse=lse,
-        check=check,
+        key_mask=key_mask, tree_mask=tree_mask, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale,
+        num_splits=num_splits, split_size=split_size, out=out, lse=lse, check=check,
     )  # fmt: skip
     reasons = [str(error) for error in find_errors(call)]
     if isinstance(q, Tensor):
-        reasons += [str(error) for error in backends.find_backend_errors(backend, q.device)]
+        over_codes = q.dtype if has_codes(call) else None
+        reasons += [str(error) for error in backends.find_backend_errors(backend, q.device, over_codes)]
     if workspace is not None and not isinstance(workspace, Workspace):
         reasons.append(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
     return reasons
@@ -227,5 +260,5 @@ def explain(
 def _traced(call: Call, return_lse: bool, workspace: Workspace | None, backend: str) -> Tensor | tuple[Tensor, Tensor]:
     """The call as a tracer sees it: outputs made in the graph, and one op that fills them and checks the rest."""
     out, lse = make_traced_outputs(call, return_lse, workspace)
-    torch.ops.flash_decoding.decode(*call[: Call._fields.index("out")], backend, out, lse)
+    torch.ops.flash_decoding.decode(*op_arguments(call), backend, out, lse)
     return (out, lse) if return_lse and lse is not None else out

@@ -19,13 +19,21 @@ from torch import Tensor
 from flash_decoding import backends
 from flash_decoding.cost_model import CHUNK_EXTRA_US, LAUNCH_US, REACHABLE_SHARE
 from flash_decoding.hardware import present_gpu
-from flash_decoding.op import is_traced, make_traced_outputs, run
-from flash_decoding.problem import MAX_Q_LEN, Call, Problem, make_problem
+from flash_decoding.op import is_traced, make_traced_outputs, op_arguments, register_op, run
+from flash_decoding.problem import MAX_Q_LEN, Call, Problem, make_problem, view_scale
+from flash_decoding.quantization import KVFormat, find_scale_errors, find_value_errors, is_number, place_scale
 from flash_decoding.split_plan import Plan, next_power_of_2
 from flash_decoding.workspace import Partial, Workspace, take_partial
 
 # What sharing launches besides: a second chunk kernel, and one that subtracts the prefix from the lengths.
 _EXTRA_US = 2 * LAUNCH_US + CHUNK_EXTRA_US
+
+
+class PrefixScales(NamedTuple):
+    """Scales of the prefix that are not those of the whole cache."""
+
+    k: Tensor | float | None
+    v: Tensor | float | None
 
 
 class Pass(NamedTuple):
@@ -53,6 +61,11 @@ def cascade_decode(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    kv_format: KVFormat | str | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    shared_k_scale: Tensor | float | None = None,
+    shared_v_scale: Tensor | float | None = None,
     shared: bool | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -80,6 +93,9 @@ def cascade_decode(
         layout, q_lens, scale, causal, softcap, sinks, tree_mask: as for flash_decode().
         window, alibi_slopes: as for flash_decode(); where they are given, decoding is plain, because the prefix then
             weighs differently in sequences of different length.
+        kv_format, k_scale, v_scale: as for flash_decode().
+        shared_k_scale, shared_v_scale: scales of the prefix where they are others than k_scale and v_scale, in the same
+            form; None means those. They make decoding shared.
         shared: None shares on a GPU where the reads that it spares take longer than its extra kernels, and never on a
             CPU, whose passes over the keys hold too few rows to spare any. True always does and raises where it cannot;
             False never does.
@@ -114,21 +130,22 @@ def cascade_decode(
     call = Call(
         q=q, k=k, v=v, layout=layout, kv_lens=kv_lens, block_table=block_table, q_lens=q_lens, scale=scale,
         causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, tree_mask=tree_mask,
-        out=out, lse=lse, check=check,
+        kv_format=kv_format, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, check=check,
     )  # fmt: skip
+    scales = PrefixScales(shared_k_scale, shared_v_scale)
     for name, x in (("block_table", block_table), ("kv_lens", kv_lens)):
         if x is None:
             raise TypeError(f"{name} must be a torch.Tensor, got NoneType")
     if is_traced(q, k, v):
-        return _traced(call, prefix_len, shared, return_lse, workspace, backend)
-    problem = _checked(call, prefix_len, shared, backend)
+        return _traced(call, scales, prefix_len, shared, return_lse, workspace, backend)
+    problem = _checked(call, scales, prefix_len, shared, backend)
     if workspace is not None and not isinstance(workspace, Workspace):
         raise TypeError(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
     if out is None:
         out = torch.empty((*q.shape[:3], problem.value_dim), dtype=q.dtype, device=q.device)
     if return_lse and lse is None:
         lse = torch.empty((problem.batch, problem.heads_q, problem.q_len), dtype=torch.float32, device=q.device)
-    _run(problem, call, prefix_len, shared, backend, workspace, out, lse)
+    _run(problem, call, scales, prefix_len, shared, backend, workspace, out, lse)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -157,12 +174,15 @@ def group_rows(rows: int) -> tuple[int, int]:
     return groups, next_power_of_2(length) if length <= 8 else -(-length // 8) * 8
 
 
-def _checked(call: Call, prefix_len: int, shared: bool | None, backend: str) -> Problem:
+def _checked(call: Call, scales: PrefixScales, prefix_len: int, shared: bool | None, backend: str) -> Problem:
     """The plain problem; raises the first reason to refuse the call."""
     problem = make_problem(call)
     for error in _cascade_errors(problem, call, prefix_len, shared):
         raise error
-    for error in backends.find_backend_errors(backend, call.q.device):
+    for error in _scale_errors(problem, call, scales, shared):
+        raise error
+    over_codes = None if problem.kv_format is None else call.q.dtype
+    for error in backends.find_backend_errors(backend, call.q.device, over_codes):
         raise error
     return problem
 
@@ -191,6 +211,29 @@ def _cascade_errors(problem: Problem, call: Call, prefix_len: int, shared: bool 
             yield ValueError("prefix_len must be at least one page with shared=True, got 0")
     if problem.batch and prefix_len and (call.check or call.q.device.type == "cpu"):
         yield from _value_errors(problem, prefix_len)
+
+
+def _scale_errors(
+    problem: Problem, call: Call, scales: PrefixScales, shared: bool | None
+) -> Iterator[Exception]:  # fmt: skip
+    """Scales of the prefix that do not belong to its codes."""
+    forms = (None, None) if problem.kv_format is None else (problem.kv_format.k, problem.kv_format.v)
+    widths = problem.head_dim, problem.value_dim
+    for side, form, codes, width, scale in zip("kv", forms, (call.k, call.v), widths, scales, strict=True):
+        name = f"shared_{side}_scale"
+        if scale is None:
+            continue
+        if not isinstance(scale, Tensor) and not is_number(scale):
+            yield TypeError(f"{name} must be a torch.Tensor, a number or None, got {type(scale).__name__}")
+            continue
+        if form is None:
+            yield ValueError(f"{name} must be None where {side} has the dtype of q, got one")
+            continue
+        if shared is False or call.window is not None or call.alibi_slopes is not None:
+            yield ValueError(f"{name} must be None with shared=False, a window or alibi_slopes, got one")
+        yield from find_scale_errors(name, form, scale, codes, width, call.layout)
+        if not isinstance(scale, Tensor) or scale.device.type == "cpu" or call.check:
+            yield from find_value_errors(name, scale)
 
 
 def _value_errors(problem: Problem, prefix_len: int) -> Iterator[Exception]:
@@ -227,11 +270,13 @@ def _paged(problem: Problem) -> tuple[Tensor, Tensor, int]:
 
 
 def _run(
-    problem: Problem, call: Call, prefix_len: int, shared: bool | None, backend: str, workspace: Workspace | None,
-    out: Tensor, lse: Tensor | None,
+    problem: Problem, call: Call, scales: PrefixScales, prefix_len: int, shared: bool | None, backend: str,
+    workspace: Workspace | None, out: Tensor, lse: Tensor | None,
 ) -> None:  # fmt: skip
     """Decode a checked call one way or the other. out has the layout of the call."""
     name = backends.resolve(backend, problem.q.device)
+    if scales != (None, None):
+        shared = True
     possible = prefix_len > 0 and problem.window is None and problem.alibi_slopes is None and out.numel() > 0
     if not possible or shared is False or not (shared or _is_faster(problem, prefix_len, name)):
         run(problem, call, backend, workspace, out, lse)
@@ -239,16 +284,16 @@ def _run(
     if call.layout == "bnhd":
         out = out.transpose(1, 2)
     module = backends.load(name)
-    problems = _gathered(_prefix_of(problem, prefix_len)), _suffix_of(problem, prefix_len)
+    prefix = _with_scales(_gathered(_prefix_of(problem, prefix_len)), scales, call.layout)
+    problems = prefix, _suffix_of(problem, prefix_len)
     plans = [module.plan(p, None, None) for p in problems]
     if name == "cpu":  # which leaves partials where there are two splits or more
         plans = [
             plan if plan.num_splits > 1 else module.plan(p, 2, None) for p, plan in zip(problems, plans, strict=True)
         ]
-    prefix, suffix = (
-        Pass(*parts) for parts in zip(problems, plans, _take_partials(workspace, problems, plans), strict=True)
-    )
-    backends.load(f"{name}.cascade").decode_shared(prefix, suffix, out, lse)
+    partials = _take_partials(workspace, problems, plans)
+    passes = [Pass(*parts) for parts in zip(problems, plans, partials, strict=True)]
+    backends.load(f"{name}.cascade").decode_shared(*passes, out, lse)
 
 
 def _prefix_of(problem: Problem, prefix_len: int) -> Problem:
@@ -261,6 +306,12 @@ def _prefix_of(problem: Problem, prefix_len: int) -> Problem:
         kv_lens=None, block_table=pages, q_lens=None, tree_mask=None, sinks=None, causal=False, batch=groups,
         q_len=length, kv_len=prefix_len,
     )  # fmt: skip
+
+
+def _with_scales(prefix: Problem, scales: PrefixScales, layout: str) -> Problem:
+    """The prefix's problem with scales of its own."""
+    k, v = (view_scale(place_scale(scale, prefix.q.device), layout) for scale in scales)
+    return prefix._replace(k_scale=prefix.k_scale if k is None else k, v_scale=prefix.v_scale if v is None else v)
 
 
 def _gathered(prefix: Problem) -> Problem:
@@ -316,7 +367,8 @@ def _is_faster(problem: Problem, prefix_len: int, name: str) -> bool:
         x.batch * -(-x.group * x.q_len // backends.load(name).plan(x, None, None).tile.block_m)
         for x in (p, _prefix_of(p, prefix_len))
     )
-    prefix_bytes = p.heads_kv * prefix_len * (p.head_dim + p.value_dim) * p.q.element_size()
+    row_bytes = p.k.shape[3] * p.k.element_size() + p.v.shape[3] * p.v.element_size()
+    prefix_bytes = p.heads_kv * prefix_len * row_bytes
     return saves_time(plain, shared, prefix_bytes, _bandwidth(p.q.device.index))
 
 
@@ -329,38 +381,37 @@ def _bandwidth(device_index: int) -> float:
 
 
 def _traced(
-    call: Call, prefix_len: int, shared: bool | None, return_lse: bool, workspace: Workspace | None, backend: str
-) -> Tensor | tuple[Tensor, Tensor]:
+    call: Call, scales: PrefixScales, prefix_len: int, shared: bool | None, return_lse: bool,
+    workspace: Workspace | None, backend: str,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The call as a tracer sees it: outputs made in the graph, and one op that fills them and checks the rest."""
     out, lse = make_traced_outputs(call, return_lse, workspace)
-    options = {name: getattr(call, name) for name in _OP_FIELDS}
-    torch.ops.flash_decoding.cascade(*options.values(), prefix_len, shared, backend, out, lse)
+    fields = dict(zip(Call._fields, op_arguments(call), strict=False))
+    options = [fields[name] for name in _OP_FIELDS]
+    placed = [place_scale(scale, call.q.device) if is_number(scale) else scale for scale in scales]
+    torch.ops.flash_decoding.cascade(*options, *placed, prefix_len, shared, backend, out, lse)
     return (out, lse) if return_lse and lse is not None else out
 
 
 # The fields of Call that the op takes, in its order.
 _OP_FIELDS = (
     "q", "k", "v", "layout", "kv_lens", "block_table", "q_lens", "scale", "causal", "window", "softcap",
-    "alibi_slopes", "sinks", "tree_mask",
+    "alibi_slopes", "sinks", "tree_mask", "kv_format", "k_scale", "v_scale",
 )  # fmt: skip
-_library = torch.library.Library("flash_decoding", "FRAGMENT")
-_library.define(
-    "cascade(Tensor q, Tensor k, Tensor v, str layout, Tensor kv_lens, Tensor block_table, Tensor? q_lens, "
-    "float? scale, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, "
-    "int prefix_len, bool? shared, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()"
-)
 
 
 def _cascade(*arguments: Any) -> None:
-    *options, prefix_len, shared, backend, out, lse = arguments
+    *options, shared_k_scale, shared_v_scale, prefix_len, shared, backend, out, lse = arguments
+    scales = PrefixScales(shared_k_scale, shared_v_scale)
     call = Call(**dict(zip(_OP_FIELDS, options, strict=True)), out=out, lse=lse)
-    _run(_checked(call, prefix_len, shared, backend), call, prefix_len, shared, backend, None, out, lse)
+    problem = _checked(call, scales, prefix_len, shared, backend)
+    _run(problem, call, scales, prefix_len, shared, backend, None, out, lse)
 
 
-def _cascade_fake(*_arguments: Any) -> None:
-    """Nothing to infer: the outputs are arguments."""
-
-
-_library.impl("cascade", _cascade, "CPU")
-_library.impl("cascade", _cascade, "CUDA")
-torch.library.register_fake("flash_decoding::cascade", _cascade_fake, lib=_library)
+register_op(
+    "cascade(Tensor q, Tensor k, Tensor v, str layout, Tensor kv_lens, Tensor block_table, Tensor? q_lens, "
+    "float? scale, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, "
+    "str? kv_format, Tensor? k_scale, Tensor? v_scale, Tensor? shared_k_scale, Tensor? shared_v_scale, "
+    "int prefix_len, bool? shared, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    _cascade,
+)

@@ -6,6 +6,7 @@ microseconds, so an eager call does not go through it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from flash_decoding import backends
-from flash_decoding.problem import Call, Problem, find_option_errors, make_problem
+from flash_decoding.problem import Call, Problem, find_option_errors, make_problem, sides_of
+from flash_decoding.quantization import KVFormat, element_width, place_scale
 from flash_decoding.recorded import Recorded
 from flash_decoding.split_plan import Plan
 from flash_decoding.workspace import Partial, Workspace, take_partial
@@ -87,36 +89,52 @@ def make_traced_outputs(call: Call, return_lse: bool, workspace: Workspace | Non
             "q, k and v must not require a gradient, there is no backward; use torch.no_grad() or detach()"
         )
     if out is None:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        out = q.new_empty((*q.shape[:-1], element_width(sides_of(call)[1], v)))
     if return_lse and lse is None:
         heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
         lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[length]), dtype=torch.float32)
     return out, lse
 
 
+def op_arguments(call: Call) -> list[Any]:
+    """The fields of Call up to out as the op takes them: a format by its name, scales as tensors."""
+    fields: dict[str, Any] = dict(zip(Call._fields[: Call._fields.index("out")], call, strict=False))
+    if isinstance(call.kv_format, KVFormat):
+        fields["kv_format"] = str(call.kv_format)
+    for name in ("k_scale", "v_scale"):
+        scale = fields[name]
+        if scale is not None and not isinstance(scale, Tensor):
+            fields[name] = place_scale(scale, call.q.device)
+    return list(fields.values())
+
+
 _library = torch.library.Library("flash_decoding", "DEF")
-# The fields of Call up to out, then the backend and the outputs.
-_library.define(
-    "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, Tensor? block_table, "
-    "Tensor? q_lens, float? scale, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? key_mask, Tensor? tree_mask, int? num_splits, int? split_size, str backend, "
-    "Tensor(a!) out, Tensor(b!)? lse) -> ()"
-)
+
+
+def register_op(schema: str, function: Callable[..., None]) -> None:
+    """An op that writes to arguments, as its schema says, and returns nothing: there is nothing for a fake to infer."""
+    name = schema[: schema.index("(")]
+    _library.define(schema)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, function, key)
+    torch.library.register_fake(f"flash_decoding::{name}", lambda *_arguments: None, lib=_library)
 
 
 def _decode(*arguments: Any) -> None:
     *options, backend, out, lse = arguments
     call = Call._make((*options, out, lse, False))
     problem = make_problem(call)
-    for error in backends.find_backend_errors(backend, call.q.device):
+    over_codes = None if problem.kv_format is None else call.q.dtype
+    for error in backends.find_backend_errors(backend, call.q.device, over_codes):
         raise error
     run(problem, call, backend, None, out, lse)
 
 
-def _decode_fake(*_arguments: Any) -> None:
-    """Nothing to infer: the outputs are arguments."""
-
-
-_library.impl("decode", _decode, "CPU")
-_library.impl("decode", _decode, "CUDA")
-torch.library.register_fake("flash_decoding::decode", _decode_fake, lib=_library)
+# The fields of Call up to out, then the backend and the outputs.
+register_op(
+    "decode(Tensor q, Tensor k, Tensor v, str layout, Tensor? kv_lens, Tensor? kv_start, Tensor? block_table, "
+    "Tensor? q_lens, float? scale, bool causal, int? window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? key_mask, Tensor? tree_mask, str? kv_format, Tensor? k_scale, Tensor? v_scale, int? num_splits, "
+    "int? split_size, str backend, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    _decode,
+)

@@ -10,6 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_decoding.accepted import Accepted
+from flash_decoding.quantization import (
+    KVFormat,
+    Side,
+    element_width,
+    find_code_errors,
+    find_scale_errors,
+    find_value_errors,
+    is_number,
+    place_scale,
+    resolve_side,
+    side_of_dtype,
+    split_sides,
+)
+
 LAYOUTS = ("bhnd", "bnhd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_VALUE_DIM, HEAD_DIM_STEP = 16, 576, 512, 8
@@ -26,7 +41,7 @@ class Problem(NamedTuple):
     """One call with its arrays as [batch, heads, length, width] views, whatever the layout was."""
 
     q: Tensor  # [B, Hq, Lq, D]
-    k: Tensor  # [B, Hkv, N, D]; with a block_table [pages, Hkv, page_size, D]
+    k: Tensor  # [B, Hkv, N, D]; with a block_table [pages, Hkv, page_size, D]; int4 codes are D / 2 wide
     v: Tensor  # likewise, Dv wide
     kv_lens: Tensor | None  # [B] int32 or int64
     kv_start: Tensor | None  # [B] int32 or int64
@@ -36,10 +51,15 @@ class Problem(NamedTuple):
     tree_mask: Tensor | None  # [B, Lq, Lq] bool
     alibi_slopes: Tensor | None  # [Hq] float32
     sinks: Tensor | None  # [Hq] float32
+    # Per tensor [], head [Hkv], channel [Hkv, D], token [B, Hkv, N] or group [B, Hkv, N, groups(, 2)]; with a
+    # block_table pages and page_size for B and N. None without codes, and where fp8 codes have no scale.
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     scale: float
     causal: bool
     window: int | None
     softcap: float | None
+    kv_format: KVFormat | None  # None: k and v have the dtype of q
     batch: int
     heads_q: int
     heads_kv: int
@@ -47,8 +67,8 @@ class Problem(NamedTuple):
     q_len: int
     kv_len: int  # keys the cache can hold per sequence
     page_size: int | None  # keys per page; None: a dense cache
-    head_dim: int
-    value_dim: int
+    head_dim: int  # of q
+    value_dim: int  # of out
 
 
 class Call(NamedTuple):
@@ -70,6 +90,9 @@ class Call(NamedTuple):
     sinks: Tensor | None = None
     key_mask: Tensor | None = None
     tree_mask: Tensor | None = None
+    kv_format: KVFormat | str | None = None
+    k_scale: Tensor | float | None = None
+    v_scale: Tensor | float | None = None
     num_splits: int | None = None
     split_size: int | None = None
     out: Tensor | None = None
@@ -77,50 +100,66 @@ class Call(NamedTuple):
     check: bool = False
 
 
-# Calls of these signatures were found without fault. Decoding repeats a few signatures per step thousands of times.
-_accepted: set[tuple] = set()
-_MAX_ACCEPTED = 4096
+_accepted = Accepted()
 
 
 def make_problem(call: Call) -> Problem:
     """The checked call; raises the first reason to refuse it."""
-    signature = _signature(call)
-    known = signature in _accepted
-    for error in _state_errors(call) if known else find_errors(call):
-        raise error
-    if not known and signature is not None:
-        if len(_accepted) >= _MAX_ACCEPTED:
-            _accepted.clear()
-        _accepted.add(signature)
+    _accepted.refuse(call, find_errors, _state_errors)
     q, k, v = call.q, call.k, call.v
+    sides = sides_of(call)
     if call.layout == "bnhd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     batch, heads_q, q_len, head_dim = q.shape
     _, heads_kv, kv_len, value_dim = v.shape
+    kv_format = k_scale = v_scale = None
+    if sides != (None, None):
+        value_dim = element_width(sides[1], v)
+        kv_format = _resolve(call, sides, value_dim)
+        k_scale, v_scale = (
+            view_scale(place_scale(scale, q.device), call.layout) for scale in (call.k_scale, call.v_scale)
+        )
     page_size = None
     if call.block_table is not None:
         page_size, kv_len = kv_len, kv_len * call.block_table.shape[1]
     return Problem(
         q, k, v, call.kv_lens, call.kv_start, call.block_table, call.q_lens, call.key_mask, call.tree_mask,
-        call.alibi_slopes, call.sinks, head_dim**-0.5 if call.scale is None else float(call.scale),
-        call.causal, call.window, float(call.softcap) if call.softcap else None,
+        call.alibi_slopes, call.sinks, k_scale, v_scale, head_dim**-0.5 if call.scale is None else float(call.scale),
+        call.causal, call.window, float(call.softcap) if call.softcap else None, kv_format,
         batch, heads_q, heads_kv, heads_q // heads_kv, q_len, kv_len, page_size, head_dim, value_dim,
     )  # fmt: skip
 
 
-def _signature(call: Call) -> tuple | None:
-    """All that find_errors() looks at, apart from _state_errors(); None when an argument is of no expected kind."""
-    facts: list[object] = []
-    for x in call:
-        if isinstance(x, Tensor):
-            facts += (x.shape, x.stride(), x.dtype, x.device)
-        elif x is None:
-            facts.append(x)
-        elif isinstance(x, (str, int, float)):
-            facts += (type(x), x)  # True, 1 and 1.0 are equal
-        else:
-            return None
-    return tuple(facts)
+def sides_of(call: Call) -> tuple[Side, Side]:
+    """What the call says of its keys and of its values: a format, codes whose scales it leaves open, or no codes."""
+    if call.kv_format is None:
+        return side_of_dtype(call.k.dtype), side_of_dtype(call.v.dtype)
+    return split_sides(call.kv_format)
+
+
+def has_codes(call: Call) -> bool:
+    """Whether the cache is quantised, as far as a call that may be wrong tells."""
+    if isinstance(call.k, Tensor) and isinstance(call.v, Tensor) and not list(_format_errors(call)):
+        return sides_of(call) != (None, None)
+    return False
+
+
+def _resolve(call: Call, sides: tuple[Side, Side], value_dim: int) -> KVFormat:
+    """The format with the scales that the call has; raises where they cannot be told."""
+    widths, scales = (call.q.shape[3], value_dim), (call.k_scale, call.v_scale)
+    return KVFormat(*[
+        None if side is None else resolve_side(name, side, scale, width)
+        for name, side, scale, width in zip("kv", sides, scales, widths, strict=True)
+    ])  # fmt: skip
+
+
+def view_scale(scale: Tensor | None, layout: str) -> Tensor | None:
+    """Scales as Problem has them."""
+    if scale is None or scale.ndim == 0:
+        return scale
+    if scale.shape == (1,):
+        return scale[0]
+    return scale.transpose(1, 2) if layout == "bnhd" and scale.ndim > 2 else scale
 
 
 def find_errors(call: Call) -> Iterator[Exception]:
@@ -128,13 +167,17 @@ def find_errors(call: Call) -> Iterator[Exception]:
     yield from find_option_errors(call)
     kinds = list(_kind_errors(call))
     yield from kinds
-    if kinds or call.layout not in LAYOUTS:
+    if kinds or call.layout not in LAYOUTS or list(_format_errors(call)):
         return
-    yield from _dtype_errors(call)
+    dtypes = list(_dtype_errors(call))
+    yield from dtypes
     ranks = list(_rank_errors(call))
     yield from ranks
     if not ranks:
-        yield from _shape_errors(call)
+        shapes = list(_shape_errors(call))
+        yield from shapes
+        if not dtypes and not shapes:
+            yield from _scale_errors(call)
         yield from _state_errors(call)
 
 
@@ -187,6 +230,17 @@ def find_option_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"{name} must be from 1 to {most}, got {x}; None means automatic")
     if call.num_splits is not None and call.split_size is not None:
         yield ValueError(f"split_size must be None when num_splits is given, got {call.split_size}")
+    yield from _format_errors(call)
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is not None and is_number(scale):
+            yield from find_value_errors(name, scale)
+
+
+def _format_errors(call: Call) -> Iterator[Exception]:
+    try:
+        split_sides(call.kv_format)
+    except (TypeError, ValueError) as error:
+        yield error
 
 
 def _kind_errors(call: Call) -> Iterator[Exception]:
@@ -201,16 +255,29 @@ def _kind_errors(call: Call) -> Iterator[Exception]:
         if x is not None and not isinstance(x, Tensor):
             hint = "; torch.tensor([...], dtype=torch.int32, device=q.device)" if name in _LENGTHS else ""
             yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}{hint}")
+    for name in ("k_scale", "v_scale"):
+        x = getattr(call, name)
+        if x is not None and not isinstance(x, Tensor) and not is_number(x):
+            yield TypeError(f"{name} must be a torch.Tensor, a number or None, got {type(x).__name__}")
 
 
 def _dtype_errors(call: Call) -> Iterator[Exception]:
     q = call.q
     if q.dtype not in DTYPES:
         yield TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
-    for name in ("k", "v"):
+    sides = sides_of(call)
+    for name, side in zip(("k", "v"), sides, strict=True):
         x = getattr(call, name)
-        if x.dtype != q.dtype:
+        if side is not None:
+            yield from find_code_errors(name, side, x.dtype)
+        elif x.dtype == torch.uint8 and call.kv_format is None:
+            yield TypeError(f"kv_format must name the codes that {name} holds as uint8, such as 'int4', got None")
+        elif x.dtype != q.dtype:
             yield TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+    if call.kv_format is None and (sides[0] is None) != (sides[1] is None):
+        yield TypeError(
+            f"v must have the dtype of k, {call.k.dtype}, got {call.v.dtype}; a kv_format can name a format for each"
+        )
 
 
 def _rank_errors(call: Call) -> Iterator[Exception]:
@@ -225,7 +292,8 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
     q, k, v = call.q, call.k, call.v
     heads, length = (1, 2) if call.layout == "bhnd" else (2, 1)
     batch, heads_q, heads_kv, q_len = q.shape[0], q.shape[heads], k.shape[heads], q.shape[length]
-    kv_len, head_dim, value_dim = k.shape[length], q.shape[3], v.shape[3]
+    k_side, v_side = sides_of(call)
+    kv_len, head_dim, value_dim = k.shape[length], q.shape[3], element_width(v_side, v)
 
     if call.block_table is None:
         for name, x in (("k", k), ("v", v)):
@@ -246,8 +314,9 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             f"q must hold 1 to {MAX_Q_LEN} query tokens per sequence, got {q_len}; prefill is for SDPA"
             f"{_other_layout(call)}"
         )
-    if k.shape[3] != head_dim:
-        yield ValueError(f"k must have the head_dim of q, {head_dim}, got {k.shape[3]}")
+    if element_width(k_side, k) != head_dim:
+        packed = f", two in a byte, {head_dim / 2:g}" if k.shape[3] != element_width(k_side, k) else ""
+        yield ValueError(f"k must have the head_dim of q, {head_dim}{packed}, got {k.shape[3]}")
     for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
         if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= most:
             yield ValueError(f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}, got {width}")
@@ -335,18 +404,40 @@ def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int)
             yield ValueError(f"{name} must be on the device of q, {call.q.device}, got {x.device}")
 
 
+def _scale_errors(call: Call) -> Iterator[Exception]:
+    """Scales that do not belong to the codes, of a call whose arrays go together otherwise."""
+    k_side, v_side = sides_of(call)
+    for name, x, side, width in (
+        ("k", call.k, k_side, call.q.shape[3]), ("v", call.v, v_side, element_width(v_side, call.v))
+    ):  # fmt: skip
+        scale = getattr(call, f"{name}_scale")
+        if side is None:
+            if scale is not None:
+                yield ValueError(f"{name}_scale must be None where {name} has the dtype of q, got one")
+            continue
+        try:
+            form = resolve_side(name, side, scale, width)
+        except ValueError as error:
+            yield error
+            continue
+        yield from find_scale_errors(f"{name}_scale", form, scale, x, width, call.layout)
+
+
 def _state_errors(call: Call) -> Iterator[Exception]:
     """What may differ between calls of one signature: flags of tensors, and lengths where looking costs no wait."""
     if torch.is_grad_enabled():
-        for name in ("q", "k", "v", "alibi_slopes", "sinks"):
+        for name in ("q", "k", "v", "alibi_slopes", "sinks", "k_scale", "v_scale"):
             x = getattr(call, name)
-            if x is not None and x.requires_grad:
+            if isinstance(x, Tensor) and x.requires_grad:
                 yield ValueError(
                     f"{name} must not require a gradient, there is no backward; use torch.no_grad() or detach()"
                 )
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if x.is_neg():
             yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if isinstance(scale, Tensor) and (call.check or scale.device.type == "cpu"):
+            yield from find_value_errors(name, scale)
     outside = False
     for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start), ("q_lens", call.q_lens)):
         if lens is None or lens.numel() == 0 or not (call.check or lens.device.type == "cpu"):

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from flash_decoding.quantization import KVFormat
+
 
 def reference(
     q: Tensor,
@@ -26,6 +28,9 @@ def reference(
     sinks: Tensor | None = None,
     key_mask: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    kv_format: KVFormat | str | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What flash_decode() must return, computed in float64 from the inputs as stored.
@@ -40,6 +45,8 @@ def reference(
         >>> reference(q, k, v).shape
         torch.Size([1, 4, 1, 64])
     """
+    formats = str(kv_format).split("/")
+    k, v = _numbers(k, formats[0], k_scale, layout), _numbers(v, formats[-1], v_scale, layout)
     if layout == "bnhd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     batch, heads_q, q_len, head_dim = q.shape
@@ -87,6 +94,32 @@ def reference(
     if layout == "bnhd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def _numbers(x: Tensor, form: str, scale: Tensor | float | None, layout: str) -> Tensor:
+    """Keys or values as numbers; what codes are multiplied with shows in the axes of the scales."""
+    if form.startswith("int4"):
+        low, high = x.double() % 16, (x.long() // 16).double()
+        x = torch.cat([low[..., 0::2], high[..., 0::2], low[..., 1::2], high[..., 1::2]], dim=-1)
+        assert isinstance(scale, Tensor), "int4 has groups"
+        zero = torch.full_like(scale, 8.0, dtype=torch.float64)
+        if scale.ndim == 5:
+            scale, zero = scale[..., 0], scale[..., 1]
+        group = x.shape[-1] // scale.shape[-1]
+        scale, zero = (y.double().repeat_interleave(group, dim=-1) for y in (scale, zero))
+        return (x - zero) * scale
+    if x.dtype == torch.uint8:
+        x = x.view(torch.float8_e5m2 if form.startswith("fp8_e5m2") else torch.float8_e4m3fn)
+    if scale is None:
+        return x
+    x = x.double()
+    if not isinstance(scale, Tensor) or scale.ndim == 0 or scale.shape == (1,):
+        return x * float(scale)
+    scale = scale.double()
+    if scale.ndim == 3:  # token
+        return x * scale[..., None]
+    scale = scale if scale.ndim == 2 else scale[:, None]  # [Hkv, D] or [Hkv, 1]
+    return x * (scale[:, None] if layout == "bhnd" else scale)
 
 
 def _gather_pages(pool: Tensor, block_table: Tensor, kv_lens: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ FEATURES = (
     Feature("softcap", "tanh of the scores", r"soft_?cap|small_cap|the_cap\b"),
     Feature("alibi_slopes", "ALiBi", r"alibi"),
     Feature("sinks", "one more logit per head", r"sink"),
+    Feature(
+        "kv_format, k_scale, v_scale",
+        "quantised caches: fp8, int8, int4",
+        r"test_quantised_decode.py::|codes_are|test_c05[0-3]",
+    ),
     Feature("num_splits, split_size", "the caller's plan", r"lengths_and_plans|splits|split_count"),
     Feature("log-sum-exp", "return_lse", r"the_lse"),
     Feature("out, lse", "results where the caller wants them", r"into_out_and_lse|out_given"),
@@ -90,6 +95,12 @@ FEATURES = (
     Feature("torch.compile", "and other tracers", r"compiles_without|torch_compile|compiled|test_op.py::"),
     Feature(
         "threads, fork", "first calls at once, children of a busy parent", r"threads|a_fork_(after|while)|processes"
+    ),
+    Feature(
+        "several processes",
+        "a cache spread over the ranks of torch.distributed",
+        r"test_distributed(_cache)?\.py",
+        ("gpu", "interpreter", "cpu"),
     ),
     Feature("flash-attn's functions", "flash_attn_with_kvcache and those beside it", r"test_flash_attn.py::"),
     Feature("Transformers", "whole models", r"test_transformers.py::"),

@@ -2,9 +2,11 @@
 
 import os
 
+import pytest
 import torch
 
-from flash_decoding import flash_decode, reference
+from flash_decoding import flash_decode, quantize_kv, reference
+from flash_decoding.backends import find_backend_errors
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -44,7 +46,7 @@ def sdpa_error(
 ):  # fmt: skip
     """What SDPA loses on one token per sequence; 0 where it has no such option, which leaves one last place."""
     if any(x is not None for x in rest.values()) or block_table is not None:
-        return 0.0
+        return 0.0  # also with codes
     if layout == "bnhd":
         q, k, v, want = (x.transpose(1, 2) for x in (q, k, v, want))
     n = torch.arange(k.shape[2], device=q.device)
@@ -79,6 +81,18 @@ def assert_matches(out, lse, q, k, v, *, atol=None, **options):
         assert bool((lse_error <= 1e-3 + 1e-6 * want_lse[~empty].abs()).all()), f"lse is off by {lse_error.max():.3g}"
         rows = empty if options.get("layout", "bhnd") == "bhnd" else empty.transpose(1, 2)
         assert bool((out[rows] == 0).all()), "a row without keys has out 0"
+
+
+def quantized(k, v, kv_format, *, layout="bhnd", **scales):
+    """(k, v, options): codes, and the three options that go with them."""
+    cache = quantize_kv(k, v, kv_format, layout=layout, **scales)
+    return cache.k, cache.v, {"kv_format": cache.kv_format, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+
+
+def skip_where_codes_are_refused(target, dtype):
+    """Skip what a backend says that it does not do with codes; test_errors.py holds that it says so."""
+    for error in find_backend_errors(target.backend, torch.device(target.device), dtype):
+        pytest.skip(str(error))
 
 
 def decode_and_check(target, q, k, v, *, atol=None, plan=None, **options):

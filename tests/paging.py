@@ -5,8 +5,13 @@ import torch
 NAN = float("nan")
 
 
-def to_pages(k, v, page_size, ends, *, starts=None, shared=False, layout="bhnd"):
-    """Pools of k and v [B, Hkv, N, D], pages in random order, and the block table.
+def poison_of(dtype, poison=NAN):
+    """What nobody may see; of integers, the largest."""
+    return poison if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def to_pages(k, v, page_size, ends, *, starts=None, shared=False, layout="bhnd", scales=()):
+    """Pools of k and v [B, Hkv, N, D] and of scales [B, Hkv, N, ...], pages in random order, and the block table.
 
     Sequence b lives from starts[b] (None: 0) to ends[b]: only pages that hold some of these keys are there. Their other
     slots and some unused pages hold NaN, table entries of other pages name no page. shared: all sequences have the keys
@@ -25,8 +30,8 @@ def to_pages(k, v, page_size, ends, *, starts=None, shared=False, layout="bhnd")
     table = torch.where(used, pages, garbage[torch.randint(4, used.shape)])
 
     pools = []
-    for x in (k, v):
-        pool = x.new_full((len(order), x.shape[1], page_size, x.shape[3]), NAN)
+    for x in (k, v, *scales):
+        pool = x.new_full((len(order), x.shape[1], page_size, *x.shape[3:]), poison_of(x.dtype))
         for b, column in owners.nonzero().tolist():
             keys = x[b, :, column * page_size : (column + 1) * page_size]
             pool[int(pages[b, column]), :, : keys.shape[1]] = keys

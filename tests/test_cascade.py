@@ -299,7 +299,7 @@ def test_the_schema_holds(target):
     out, lse = torch.zeros(4, 4, 1, 16, device=target.device), torch.zeros(4, 4, 1, device=target.device)
     arguments = (
         case.q, case.k.nan_to_num(), case.v.nan_to_num(), "bhnd", lens, table, None, None, True, None, None, None, None,
-        None, case.prefix_len, True, "auto", out, lse,
+        None, None, None, None, None, None, case.prefix_len, True, "auto", out, lse,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flash_decoding.cascade.default, arguments)
 

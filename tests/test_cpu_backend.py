@@ -569,7 +569,7 @@ def test_choose_cpu_splits(batch, heads_kv, kv_len, threads_, row_blocks, splits
 
 SCRIPT = """
 import os, sys, threading, torch
-from flash_decoding import flash_decode, reference
+from flash_decoding import flash_decode, quantize_kv, reference
 from flash_decoding.backends import cpu
 
 def inputs(dtype, n):
@@ -581,6 +581,13 @@ def check(dtype, n=3000, tokens=1, **options):
     q = q.expand(-1, -1, tokens, -1)
     error = (flash_decode(q, k, v, num_splits=4, **options) - reference(q, k, v, **options)).abs().max().item()
     assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], error
+
+def check_codes(kv_format):
+    q, k, v = (torch.randn(2, 5 if n == 1 else 1, n, 96) for n in (1, 300, 300))
+    k, v, k_scale, v_scale, kv_format = quantize_kv(k, v, kv_format)
+    options = dict(kv_format=kv_format, k_scale=k_scale, v_scale=v_scale)
+    error = (flash_decode(q, k, v, **options) - reference(q, k, v, **options)).abs().max().item()
+    assert error < 2e-6, error
 """
 
 
@@ -674,6 +681,7 @@ from flash_decoding.backends.cpu import simd
 assert simd.LANES == {lanes}
 check(torch.float16)
 check(torch.float16, 500, 5, softcap=3.0, alibi_slopes=torch.rand(5) / 8, sinks=torch.rand(5), window=300)
+check_codes("fp8_e4m3:head/int4:group32")
 """
     cache = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     finish(start(code, **cache))

@@ -7,6 +7,14 @@ from flash_decoding import Workspace, explain, flash_decode
 
 Q, K, V = torch.zeros(2, 4, 1, 64), torch.zeros(2, 2, 10, 64), torch.zeros(2, 2, 10, 64)
 LENS = torch.tensor([3, 5], dtype=torch.int32)
+INT8 = torch.zeros(2, 2, 10, 64, dtype=torch.int8)
+FP8 = INT8.to(torch.float8_e4m3fn)
+INT4, GROUPS = torch.zeros(2, 2, 10, 32, dtype=torch.uint8), torch.ones(2, 2, 10, 1, dtype=torch.float16)
+CODES, PACKED = (
+    dict(k=INT8, v=INT8, k_scale=1.0, v_scale=1.0),
+    dict(k=INT4, v=INT4, kv_format="int4", k_scale=GROUPS, v_scale=GROUPS),
+)
+TOKENS = torch.ones(2, 2, 10)
 
 REFUSED = [
     (dict(q=[1.0]), TypeError, "q must be a torch.Tensor, got list"),
@@ -87,6 +95,44 @@ REFUSED = [
     (dict(lse=torch.zeros(2, 4, 1, device="meta")), ValueError, "lse must be on the device of q"),
     (dict(workspace=torch.zeros(9)), TypeError, "workspace must be a Workspace or None, got Tensor"),
     (dict(backend="cuda"), ValueError, r"backend must be one of \['auto', 'triton', 'cpu'\], got 'cuda'"),
+    (dict(kv_format="int5"), ValueError, "kv_format must name a format such as 'fp8' or 'int4:group32', got 'int5'"),
+    (dict(kv_format=8), TypeError, "kv_format must be a KVFormat, a str or None, got int"),
+    (dict(k=FP8), TypeError, "v must have the dtype of k, torch.float8_e4m3fn, got torch.float32; a kv_format can name a format for each"),
+    (dict(v=FP8), TypeError, "v must have the dtype of k, torch.float32, got torch.float8_e4m3fn"),
+    (dict(k=INT4, v=INT4), TypeError, "kv_format must name the codes that k holds as uint8, such as 'int4', got None"),
+    (dict(kv_format="fp8"), TypeError, "k must be float8_e4m3fn or uint8 for fp8_e4m3 codes, got torch.float32"),
+    (CODES | dict(kv_format="fp8"), TypeError, "k must be float8_e4m3fn or uint8 for fp8_e4m3 codes, got torch.int8"),
+    (CODES | dict(kv_format="none/int8"), TypeError, "k must have the dtype of q, torch.float32, got torch.int8"),
+    (dict(k_scale=1.0), ValueError, "k_scale must be None where k has the dtype of q, got one"),
+    (dict(v_scale=torch.ones(2)), ValueError, "v_scale must be None where v has the dtype of q, got one"),
+    (dict(v=INT8, kv_format="none/int8", k_scale=1.0, v_scale=1.0), ValueError, "k_scale must be None where k has the dtype of q"),
+    (dict(k=INT8, v=INT8, v_scale=1.0), ValueError, "k_scale must be given with int8 codes, got None"),
+    (PACKED | dict(v_scale=None), ValueError, "v_scale must be given with int4 codes, got None"),
+    (CODES | dict(k_scale="1"), TypeError, "k_scale must be a torch.Tensor, a number or None, got str"),
+    (CODES | dict(v_scale=True), TypeError, "v_scale must be a torch.Tensor, a number or None, got bool"),
+    (CODES | dict(k_scale=0), ValueError, "k_scale must be finite and not 0, got 0"),
+    (CODES | dict(v_scale=float("inf")), ValueError, "v_scale must be finite and not 0, got inf"),
+    (CODES | dict(v_scale=torch.tensor([1.0, float("nan")])), ValueError, "v_scale must be finite and not 0"),
+    (CODES | dict(k_scale=torch.zeros(2, 64)), ValueError, "k_scale must be finite and not 0"),
+    (CODES | dict(k_scale=torch.ones(3)), ValueError, r"k_scale must have shape \[2\] for scales per head, got \[3\]"),
+    (CODES | dict(k_scale=torch.ones(2, 2)), ValueError, r"k_scale must have shape \[2, 64\] for scales per channel, got \[2, 2\]"),
+    (CODES | dict(v_scale=torch.ones(2, 64)), ValueError, r"v_scale must have at most 3 axes for int8 codes, got shape \[2, 64\]"),
+    (CODES | dict(v_scale=TOKENS[..., None]), ValueError, "v_scale must have at most 3 axes for int8 codes"),
+    (CODES | dict(k_scale=TOKENS[..., :9]), ValueError, r"k_scale must have shape \[2, 2, 10\] for scales per token, got \[2, 2, 9\]"),
+    (CODES | dict(k_scale=TOKENS, kv_format="int8:head"), ValueError, r"k_scale must have shape \[2\] for scales per head"),
+    (CODES | dict(kv_format="int8:token"), TypeError, "k_scale must be a torch.Tensor for scales per token, got float"),
+    (CODES | dict(k_scale=torch.ones(2).double()), TypeError, "k_scale must be float32 for scales per head, got torch.float64"),
+    (CODES | dict(k_scale=torch.ones(4)[::2]), ValueError, "k_scale must have contiguous rows of scales"),
+    (CODES | dict(v_scale=torch.ones(2, device="meta")), ValueError, "v_scale must be on the device of q, cpu, got meta"),
+    (CODES | dict(v_scale=torch.ones(2, requires_grad=True)), ValueError, "v_scale must not require a gradient"),
+    (PACKED | dict(k=INT8.view(torch.uint8)), ValueError, "k must have the head_dim of q, 64, two in a byte, 32, got 64"),
+    (PACKED | dict(k_scale=GROUPS.float()), TypeError, "k_scale must be float16 for scales per group, got torch.float32"),
+    (PACKED | dict(k_scale=TOKENS.half()), ValueError, r"k_scale must have shape \[B, Hkv, N, 64 / group\] or .* for int4 codes, with a group of 32, 64, 128, got \[2, 2, 10\]"),
+    (PACKED | dict(k_scale=GROUPS.expand(2, 2, 10, 4)), ValueError, "for int4 codes, with a group of 32, 64, 128"),
+    (PACKED | dict(kv_format="int4:group32"), ValueError, r"k_scale must have shape \[2, 2, 10, 2\] for scales per group, got \[2, 2, 10, 1\]"),
+    (PACKED | dict(kv_format="int4:group128"), ValueError, "group must divide the width of k, 64, got 128"),
+    (PACKED | dict(v=INT4[..., :20]), ValueError, r"v_scale must have shape \[B, Hkv, N, 40 / group\]"),
+    (PACKED | dict(v=INT4[..., :18]), ValueError, "value_dim must be a multiple of 8 from 16 to 512, got 36"),
     (dict(q=Q.to("meta"), k=K.to("meta"), v=V.to("meta")), ValueError, "q must be on a CPU or a CUDA device, got meta"),
 ]  # fmt: skip
 
@@ -123,10 +169,11 @@ def test_gradients_are_no_obstacle_where_they_are_off():
         assert flash_decode(q, K, V).shape == Q.shape
 
 
-def test_an_option_that_is_not_there_is_absent():
-    for option in ("kv_format", "k_scale", "v_scale"):
-        with pytest.raises(TypeError, match=option):
-            flash_decode(Q, K, V, **{option: None})
+def test_every_reason_against_codes_is_listed():
+    reasons = explain(Q, INT8, INT4, kv_format="fp8/int4", k_scale="1", v_scale=0.0, num_splits=-1)
+    assert len(reasons) == 3, reasons
+    reasons = explain(Q, INT8, INT8, k_scale=torch.ones(3), v_scale=torch.ones(2).half())
+    assert len(reasons) == 2, reasons
 
 
 def test_a_named_backend_never_falls_back(monkeypatch):

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from paging import to_pages
 from test_append import ROUNDING, assert_same, make_tables, rotate
 
-from flash_decoding import append_kv, cascade_decode, flash_decode, merge_states, reference
+from flash_decoding import append_kv, cascade_decode, dequantize_kv, flash_decode, merge_states, quantize_kv, reference
+from flash_decoding.backends import find_backend_errors
 
 pytestmark = pytest.mark.interpreter
 
@@ -60,6 +61,7 @@ class Mould(NamedTuple):
     lse: bool = True
     own_out: bool = False
     rotary: str | None = None  # how an append rotates: "halves", "interleaved"
+    kv_format: str | None = None
 
 
 class Numbers(NamedTuple):
@@ -89,7 +91,7 @@ def draw_mould(draw):
     lens = {name: draw.choice(integers) if draw.random() < 0.4 else None for name in ("kv_lens", "kv_start", "q_lens")}
     if page_size is not None:
         lens["kv_lens"] = draw.choice(integers)
-    return Mould(
+    mould = Mould(
         dtype=draw.choice(DTYPES),
         group=draw.choice([1, 2, 3, 4, 5, 7, 8]),
         q_len=64 if draw.random() < 0.03 and not INTERPRETED else draw.choice([1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8]),
@@ -104,6 +106,21 @@ def draw_mould(draw):
         **some,
         **lens,
     )
+    return mould._replace(kv_format=draw_format(draw, mould)) if draw.random() < 0.4 else mould
+
+
+def draw_format(draw, m):
+    """Any codes and scales with float16 queries, and fewer with others: the CPU compiles for each dtype."""
+    if m.v_in_k:
+        return draw.choice(["fp8_e4m3", "int8:head", "int8"])
+    names = ["fp8_e4m3", "fp8_e4m3:token", "int8:head", "int8", "int8:channel/int8:head"]
+    for group in (32, 64, 128):
+        if all(width % group == 0 for width in m.widths):
+            names += [f"int4:group{group}", f"int4:group{group}+zero"]
+    if m.dtype == torch.float16:
+        names += ["fp8_e5m2:head", "none/int8", "fp8_e4m3/none"]
+        names += [f"int8/{name}" for name in names if name.startswith("int4")]
+    return draw.choice(names)
 
 
 # The long run above meets some 1200 kernels of a GPU.
@@ -167,7 +184,18 @@ def make_call(m, x):
         options["sinks"] = torch.randn(heads_q) * 5
     if m.key_mask:
         options["key_mask"] = torch.rand(x.batch, x.kv_len) < x.density
+    if m.kv_format is not None:
+        k, v, *scales, options["kv_format"] = quantize_kv(k, v, m.kv_format)
+        if m.v_in_k:
+            v, scales = k[..., :value_dim], scales[:1] * 2
+        options["k_scale"], options["v_scale"] = scales
     return q, k, v, options
+
+
+def scales_of(options):
+    """Scales that stand beside the rows of a cache, by name."""
+    found = {name: options.get(name) for name in ("k_scale", "v_scale")}
+    return {name: y for name, y in found.items() if y is not None and y.ndim > 2}
 
 
 def is_shared(m, x):
@@ -184,28 +212,39 @@ def reach(m, x, options):
     return first, end.where(tokens > 0, 0)
 
 
-def store(m, x, k, v, first, end, key_mask=None):
-    """(k, v, block_table) as a cache has them in the layout of the call, with poison at all keys out of reach."""
+def store(m, x, k, v, first, end, options):
+    """(k, v, options of theirs) as a cache has them in the layout of the call, with poison at all keys out of reach."""
+    key_mask, scales = options.get("key_mask"), scales_of(options)
     n = torch.arange(x.kv_len)
     kept = (n >= first[:, None]) & (n < end[:, None])
     if key_mask is not None:
         kept &= key_mask
     if is_shared(m, x):
         kept = kept.any(dim=0, keepdim=True).expand_as(kept)
-    k, v = (y.masked_fill(~kept[:, None, :, None], float(x.poison)) for y in (k, v))
+    k, v, *spoiled = (spoil(y, ~kept, float(x.poison)) for y in (k, v, *scales.values()))
+    stored = {}
     if m.page_size is None:
-        k, v, table = flip(m, k), flip(m, v), None
+        k, v, *spoiled = (flip(m, y) for y in (k, v, *spoiled))
     else:
-        k, v, table = to_pages(k, v, m.page_size, end, starts=first, shared=is_shared(m, x), layout=m.layout)
-    return k, k[..., : v.shape[3]] if m.v_in_k else v, table
+        k, v, *spoiled, stored["block_table"] = to_pages(
+            k, v, m.page_size, end, starts=first, shared=is_shared(m, x), layout=m.layout, scales=spoiled
+        )
+    stored |= dict(zip(scales, spoiled, strict=True))
+    return k, k[..., : v.shape[3]] if m.v_in_k else v, stored
 
 
-def with_pages(m, options, table):
-    """The options of a call on the cache with this table."""
-    if table is None:
-        return options
-    options = {**options, "block_table": table}
-    if "key_mask" in options:
+def spoil(y, hidden, poison):
+    """y [B, Hkv, N, ...] with poison in hidden rows [B, N]; codes become NaN or the largest."""
+    hidden = hidden.view(y.shape[0], 1, y.shape[2], *[1] * (y.ndim - 3))
+    if y.dtype.itemsize > 1:
+        return y.masked_fill(hidden, poison)
+    return y.view(torch.uint8).masked_fill(hidden, 0x7F).view(y.dtype)
+
+
+def with_stored(m, options, stored):
+    """The options of a call on the cache that store() made."""
+    options, table = {**options, **stored}, stored.get("block_table")
+    if table is not None and "key_mask" in options:
         mask = options["key_mask"]
         unused = table.shape[1] * m.page_size - mask.shape[1]
         options["key_mask"] = torch.nn.functional.pad(mask, (0, unused), value=True)
@@ -233,7 +272,7 @@ def decode(target, m, x, q, k, v, options):
     options = {name: y.to(target.device) if isinstance(y, torch.Tensor) else y for name, y in options.items()}
     frame, out = None, None
     if m.own_out:
-        b, i, j, d = (*q.shape[:3], v.shape[3])
+        b, i, j, d = (*q.shape[:3], m.widths[1])
         frame = torch.full((b + 1, i + 2, j + 1, d + 32), 7.0, dtype=q.dtype, device=q.device)
         out = frame[1:, 1:-1, :-1, 16:-16]
     got = flash_decode(
@@ -253,6 +292,8 @@ RELATIVE = {dtype: 2 * torch.finfo(dtype).eps for dtype in (torch.float16, torch
 
 def assert_close(out, lse, q, k, v, *, roundings=1, **options):
     """out and lse are the reference's up to rounding; rows without keys are exactly empty."""
+    codes = {name: options.pop(name, None) for name in ("kv_format", "k_scale", "v_scale")}
+    k, v = dequantize_kv(k, v, **codes, dtype=torch.float64)
     both, want_lse = reference(q, k, torch.cat((v, v.abs()), dim=-1), return_lse=True, **options)
     want, weighed = both.chunk(2, dim=-1)
     scale = q.shape[-1] ** -0.5 if options["scale"] is None else abs(options["scale"])
@@ -278,8 +319,8 @@ def assert_close(out, lse, q, k, v, *, roundings=1, **options):
 def check_call(target, m, x):
     """flash_decode() is the reference, whatever the cache holds out of reach."""
     q, k, v, options = make_call(m, x)
-    *cache, table = store(m, x, k, v, *reach(m, x, options), options.get("key_mask"))
-    out, lse = decode(target, m, x, q, *cache, with_pages(m, options, table))
+    *cache, stored = store(m, x, k, v, *reach(m, x, options), options)
+    out, lse = decode(target, m, x, q, *cache, with_stored(m, options, stored))
     assert_close(out, lse, q, k, v, **options)
 
 
@@ -298,8 +339,8 @@ def check_merge(target, m, x):
         lower = {**options, "kv_lens": cut.minimum(options.get("kv_lens", cut))}
     parts = []
     for part in (lower, upper):
-        *cache, table = store(m, x, k, v, first, end, part.get("key_mask"))
-        parts.append(decode(target, m, x, q, *cache, with_pages(m, part, table)))
+        *cache, stored = store(m, x, k, v, first, end, part)
+        parts.append(decode(target, m, x, q, *cache, with_stored(m, part, stored)))
     outs, lses = ([y.to(target.device) for y in states] for states in zip(*parts, strict=True))
     out, lse = merge_states(outs, lses)
     assert_close(out.cpu(), lse.cpu(), q, k, v, roundings=2, **options)
@@ -307,7 +348,7 @@ def check_merge(target, m, x):
 
 def check_append(target, m, x):
     """append_kv() makes the cache that might have been there before, and the next call sees it."""
-    m = m._replace(v_in_k=False, kv_lens=m.kv_lens or torch.int32)
+    m = m._replace(v_in_k=False, kv_lens=m.kv_lens or torch.int32, kv_format=None)
     x = x._replace(shared=False, poison="nan")
     q, k, v, options = make_call(m, x)
     new, new_lens = min(m.q_len, x.kv_len), None
@@ -324,9 +365,10 @@ def check_append(target, m, x):
 
     def cache_of(k, v):
         torch.manual_seed(x.seed)  # the same pages each time
-        return store(m, x, k, v, torch.zeros_like(after), after)
+        return store(m, x, k, v, torch.zeros_like(after), after, {})
 
-    *cache, table = cache_of(*(y.masked_fill(is_new, math.nan) for y in (k, v)))
+    *cache, stored = cache_of(*(y.masked_fill(is_new, math.nan) for y in (k, v)))
+    table = stored.get("block_table")
     capacity = x.kv_len if table is None else table.shape[1] * m.page_size
     cos, sin = make_tables(max(capacity, 1), min(m.widths[0], 64) // 16 * 16, torch.float32, "cpu")
     interleaved, rotation = m.rotary == "interleaved", {}
@@ -357,7 +399,7 @@ def check_append(target, m, x):
         want_q = rotated(q, before[:, None] + torch.arange(m.q_len))
         assert_same(q_rotated, want_q, rounding * x.loudness)
         q = q_rotated
-    options = with_pages(m, options, table)
+    options = with_stored(m, options, stored)
     out, lse = decode(target, m, x, q, *cache, options)
     assert_close(flip(m, out), lse, flip(m, q), *cache, layout=m.layout, **options)
 
@@ -369,8 +411,8 @@ def check_cascade(target, m, x):
     prefix_len = x.kv_len // 2 // m.page_size * m.page_size
     fewest = min(prefix_len + m.q_len, x.kv_len)
     options["kv_lens"] = (fewest + random_lens(x.batch, x.kv_len - fewest)).to(m.kv_lens)
-    *cache, table = store(m, x, k, v, torch.zeros(x.batch), options["kv_lens"])
-    more = {"block_table": table, **options}
+    *cache, stored = store(m, x, k, v, torch.zeros(x.batch), options["kv_lens"], options)
+    more = {**options, **stored}
     more = {name: y.to(target.device) if isinstance(y, torch.Tensor) else y for name, y in more.items()}
     q_and_cache = [y.to(target.device) for y in (flip(m, q), *cache)]
     out, lse = cascade_decode(
@@ -394,12 +436,18 @@ def search(check, moulds, share, target, shard):
         search_numbers(check, target, moulds[i], math.ceil(examples / len(mine)), SEED * len(moulds) + i)
 
 
+def allowed(mould, target):
+    """The mould, without a format where the backend says that it has none for these queries."""
+    refused = list(find_backend_errors(target.backend, torch.device(target.device), mould.dtype))
+    return mould._replace(kv_format=None) if refused else mould
+
+
 def search_numbers(check, target, mould, examples, start):
     @seed(start)
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.just(mould), NUMBERS)
     def draw(mould, numbers):
-        check(target, mould, numbers)
+        check(target, allowed(mould, target), numbers)
 
     draw()
 
@@ -408,7 +456,7 @@ CALLS = (
     "dense cache", "layout bnhd", "paged cache", "shared pages", "kv_lens", "kv_start", "key_mask", "group sizes",
     "head sizes", "D and Dv differ", "values inside keys", "several query tokens", "not causal", "tree_mask", "q_lens",
     "scale", "window", "softcap", "alibi_slopes", "sinks", "num_splits, split_size", "log-sum-exp", "out, lse",
-    "rows without keys", "hidden NaN",
+    "rows without keys", "hidden NaN", "kv_format, k_scale, v_scale",
 )  # fmt: skip
 
 
@@ -438,7 +486,7 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(target, name):
     check, mould, numbers = KEPT[name]
-    check(target, mould, numbers)
+    check(target, allowed(mould, target), numbers)
 
 
 def once(name, feature, *, check=check_call, numbers=None, **mould):
@@ -450,6 +498,7 @@ EVERYTHING = dict(
     group=3, q_len=3, page_size=16, kv_lens=INT32, kv_start=INT64, q_lens=INT32, window=True, softcap=True, alibi=True,
     sinks=True, key_mask=True, own_out=True,
 )  # fmt: skip
+FORMATS = ("fp8_e4m3", "fp8_e5m2:head", "int8:channel/int8", "int4:group64", "int4:group32+zero", "none/int8")
 CASCADE, APPEND = dict(check=check_cascade, kv_lens=INT32), dict(check=check_append, q_len=3)
 EVERY_OPTION = [
     *[once(describe(dtype), "dense cache", dtype=dtype) for dtype in DTYPES],
@@ -489,8 +538,15 @@ EVERY_OPTION = [
     once("shared-pages", "shared pages", page_size=16, kv_lens=INT32, numbers={"shared": True}),
     once("everything", "paged cache", **EVERYTHING),
     once("everything-bnhd-tree", "paged cache", **EVERYTHING, layout="bnhd", visible="tree", plan="one"),
+    *[once(name, "kv_format, k_scale, v_scale", kv_format=name) for name in FORMATS],
+    *[
+        once(f"everything-{name}", "kv_format, k_scale, v_scale", **EVERYTHING, kv_format=name)
+        for name in ("fp8_e4m3:token", "int8/int4:group32+zero")
+    ],
     once("merge", "merge_states", check=check_merge),
+    once("merge-int8", "merge_states", check=check_merge, kv_format="int8"),
     once("cascade", "cascade_decode", **CASCADE, page_size=16),
+    once("cascade-fp8", "cascade_decode", **CASCADE, page_size=16, kv_format="fp8_e4m3:token"),
     once("cascade-tokens", "cascade_decode", **CASCADE, page_size=3, q_len=3, sinks=True, layout="bnhd"),
     once("append", "append_kv", **APPEND),
     once("append-ragged", "append_kv", **APPEND, q_lens=INT32, layout="bnhd"),
@@ -502,4 +558,4 @@ EVERY_OPTION = [
 
 @pytest.mark.parametrize(("check", "mould", "numbers"), EVERY_OPTION)
 def test_every_option(target, check, mould, numbers):
-    check(target, mould, numbers)
+    check(target, allowed(mould, target), numbers)

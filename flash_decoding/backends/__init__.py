@@ -15,8 +15,14 @@ BACKENDS = ("auto", "triton", "cpu")
 _MIN_CAPABILITY = (8, 0)
 
 
-def find_backend_errors(backend: str, device: torch.device) -> Iterator[Exception]:
-    """Every reason why `backend` cannot run on tensors of `device`."""
+def find_backend_errors(
+    backend: str, device: torch.device, over_codes: torch.dtype | None = None
+) -> Iterator[Exception]:
+    """Every reason why `backend` cannot run on tensors of `device`.
+
+    Args:
+        over_codes: the dtype of queries over a quantised cache; None: the cache is not.
+    """
     if backend not in BACKENDS:
         yield ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
         return
@@ -24,7 +30,10 @@ def find_backend_errors(backend: str, device: torch.device) -> Iterator[Exceptio
         yield ValueError(f"q must be on a CPU or a CUDA device, got {device}")
         return
     name = resolve(backend, device)
-    for reason in _refusals(name, device.type, device.index):
+    reasons = list(_refusals(name, device.type, device.index))
+    if name == "triton" and over_codes == torch.float32:
+        reasons.append("codes become float16 there, so q must be float16 or bfloat16, got float32")
+    for reason in reasons:
         yield ValueError(f"backend {name!r} cannot run this call: {reason}")
 
 

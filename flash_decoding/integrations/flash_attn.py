@@ -28,6 +28,8 @@ _ALIASES = {
     "k_cache and v_cache": ("kv_cache", "paged_kv_cache"),
     "return_softmax_lse": ("return_lse", "return_attn_probs"),
     "s_aux": ("sinks", "learnable_sink", "attn_sink"),
+    "k_descale": ("k_scale",),
+    "v_descale": ("v_scale",),
 }
 _OURS = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 # What is an option of another function of ours.
@@ -36,10 +38,13 @@ _ELSEWHERE = {
     "attn_mask": "flash_decode() and its key_mask", "q_lens": "flash_decode() and its q_lens",
     "workspace": "flash_decode() and its workspace", "split_size": "flash_decode() and its split_size",
     "out": "flash_decode() and its out", "cu_seqlens_k_new": "append_kv() and its new_lens",
+    "kv_format": "flash_decode() and its kv_format",
     "qv": "flash_decode() with keys as wide as both parts",
 }  # fmt: skip
 # What the functions beneath call an argument, and what it is called here, in their errors.
-_OPTIONS = {"sinks": "s_aux", "scale": "softmax_scale", "window": "window_size"}
+_OPTIONS = {
+    "sinks": "s_aux", "scale": "softmax_scale", "window": "window_size", "k_scale": "k_descale", "v_scale": "v_descale",
+}  # fmt: skip
 _CACHE = _OPTIONS | {
     "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "kv_lens": "cache_seqlens", "kv_start": "cache_leftpad",
 }  # fmt: skip
@@ -73,6 +78,8 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     s_aux: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attn 2's function of this name: append k and v to the cache if given, then attend to it.
@@ -121,6 +128,12 @@ def flash_attn_with_kvcache(
         max_seqlen_q: the most tokens of a sequence, or any larger number; must be given with cu_seqlens_q, and does
             not matter without. On a GPU, results are undefined where a sequence has more.
         s_aux: [Hq], attention sinks, of any dtype: one more logit per head in the denominator; None means off.
+        k_descale: what the keys of a cache of dtype float8_e4m3fn, float8_e5m2 or int8 are multiplied with: float32
+            [B, Hkv] as in flash-attn 3, or [Hkv] or [] for all sequences, or per token [B_cache, N, Hkv]
+            ([pages, page_size, Hkv]); None means 1 for float8. With a block_table or cache_batch_idx, scales in memory
+            for each sequence cost a call for each (for each block where q is cut). k, which is not quantised, is on
+            its way into the cache; scales per token are then made and written.
+        v_descale: likewise.
         unknown: raises a TypeError, which names the right option where it is another library's name for it.
 
     Returns:
@@ -153,7 +166,7 @@ def flash_attn_with_kvcache(
         _check_arrays("B, max_pages", "", **{names.get("block_table", "block_table"): block_table})
     _check_given(
         k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=s_aux,
+        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=s_aux, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     batch, q_len = q.shape[:2]
     if cu_seqlens_q is not None:
@@ -180,6 +193,14 @@ def flash_attn_with_kvcache(
             f"cache_seqlens must be an int, a torch.Tensor or None, got {type(cache_seqlens).__name__}; "
             "torch.tensor([...], dtype=torch.int32, device=q.device)"
         )
+    scales = {
+        "k_scale": _scales(k_descale, "k_descale", batch, k_cache, block_table),
+        "v_scale": _scales(v_descale, "v_descale", batch, v_cache, block_table),
+    }
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        scale = scales[f"{name[0]}_scale"]
+        if k is not None and descale is not None and descale.ndim == 2 and scale is not None and scale.ndim > 1:
+            raise ValueError(f"{name} must be the same for all sequences, [Hkv] or [], where k is given, got [B, Hkv]")
     in_blocks = cu_seqlens_q is not None or q_len > MAX_Q_LEN
     lens = cache_seqlens
     if isinstance(lens, int) or (lens is None and (block_table is not None or in_blocks)):
@@ -188,8 +209,8 @@ def flash_attn_with_kvcache(
     q, kv_lens = _last_contiguous(q), lens
     decoding = _decoding(
         cache_leftpad, block_table, softmax_scale, causal, window, softcap, alibi_slopes, num_splits, s_aux, q_len
-    )  # fmt: skip
-    taken_apart = in_blocks or (isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2)
+    ) | scales  # fmt: skip
+    taken_apart = in_blocks or any(x is not None and x.ndim == 2 for x in (alibi_slopes, *scales.values()))
     if (k is not None or taken_apart) and not torch.compiler.is_compiling():
         # What decoding would refuse is refused before anything is written, and before arrays are taken apart.
         _in_words(names, _refuse, q, batch, k_cache, v_cache, lens, decoding)
@@ -200,7 +221,7 @@ def flash_attn_with_kvcache(
         rotated = _in_words(
             names, append_kv, _last_contiguous(k), _last_contiguous(v), k_cache, v_cache, lens, layout="bnhd",
             block_table=block_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            rotary_interleaved=rotary_interleaved, q=turning, q_advances=advances,
+            rotary_interleaved=rotary_interleaved, q=turning, q_advances=advances, **scales,
         )  # fmt: skip
         if rotated is not None:
             q = rotated if cu_seqlens_q is None else pack(rotated, cu_seqlens_q, q.shape[0])
@@ -365,6 +386,19 @@ def _decoding(
     }  # fmt: skip
 
 
+def _scales(
+    descale: Tensor | None, name: str, batch: int, cache: Tensor, block_table: Tensor | None
+) -> Tensor | None:  # fmt: skip
+    """Scales as flash_decode() takes them, or [B, Hkv] where they differ by sequence and pages may be shared."""
+    if descale is None or descale.ndim != 2:
+        return descale
+    if descale.shape != (batch, cache.shape[2]):
+        raise ValueError(f"{name} must have shape [{batch}, {cache.shape[2]}], got {list(descale.shape)}")
+    if batch and descale.stride(0) == 0:  # expanded, as other libraries make them
+        return descale[0, 0] if descale.stride(1) == 0 else descale[0]
+    return descale if block_table is not None else descale[:, None].expand(-1, cache.shape[1], -1)
+
+
 def _in_words(names: dict[str, str], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """function(*args, **options), whose refusals call its arguments by the names that the caller knows."""
     try:
@@ -387,6 +421,10 @@ def _refuse(q: Tensor, batch: int, k: Tensor, v: Tensor, kv_lens: Tensor | None,
         if slopes.shape[0] != batch:
             raise ValueError(f"alibi_slopes must have one row per sequence, {batch}, got {slopes.shape[0]}")
         decoding = decoding | {"alibi_slopes": slopes[0] if batch else None}
+    for name in ("k_scale", "v_scale"):
+        scale = decoding.get(name)
+        if scale is not None and scale.ndim == 2:
+            decoding = decoding | {name: scale[0] if batch else scale.new_ones(())}
     make_problem(Call(q[:, :MAX_Q_LEN], k, v, kv_lens=kv_lens, **decoding))
 
 

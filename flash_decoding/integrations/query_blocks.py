@@ -83,8 +83,8 @@ def block_options(blocks: QueryBlocks, kv_lens: Tensor, decoding: dict[str, Any]
     for name in ("kv_start", "block_table"):
         if decoding[name] is not None:
             options[name] = decoding[name][blocks.sequence]
-    if decoding["alibi_slopes"] is not None and decoding["alibi_slopes"].ndim == 2:
-        options["alibi_slopes"] = decoding["alibi_slopes"][blocks.sequence]
+    for name in _differs(decoding):
+        options[name] = decoding[name][blocks.sequence]
     return options | {"q_lens": blocks.q_lens}
 
 
@@ -100,27 +100,36 @@ def attend_blocks(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """flash_decode() in flash-attn's layout, also with ALiBi slopes that differ by sequence, [B, Hq].
+    """flash_decode() in flash-attn's layout, also with ALiBi slopes [B, Hq] or scales [B, Hkv] that differ by sequence.
 
-    The kernels have one slope per head, so such slopes cost a call per sequence.
+    The kernels have one slope or scale per head, so these cost a call per sequence.
     """
-    slopes = options["alibi_slopes"]
-    if slopes is not None and slopes.ndim == 2 and q.shape[0] > 0:
+    differing = _differs(options)
+    if differing and q.shape[0] > 0:
         parts = [_attend_alone(b, q, k, v, options, return_lse) for b in range(q.shape[0])]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts]) if return_lse else None
-    if slopes is not None and slopes.ndim == 2:
-        options = options | {"alibi_slopes": None}
+    # Of no sequences, whatever has the right form is as good.
+    options = options | {name: None if name == "alibi_slopes" else options[name].new_ones(()) for name in differing}
     done = flash_decode(q, k, v, return_lse=return_lse, **options)
     return done if isinstance(done, tuple) else (done, None)
 
 
 def _attend_alone(b: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], return_lse: bool) -> Any:
-    """Sequence b of attend(), with its own slopes [Hq]."""
+    """Sequence b of attend(), with its own slopes and scales."""
     only = slice(b, b + 1)
     own = {name: options[name][only] for name in _PER_SEQUENCE if options.get(name) is not None}
     if options["block_table"] is None:
         k, v = k[only], v[only]
-    return attend(q[only], k, v, options | own | {"alibi_slopes": options["alibi_slopes"][b]}, return_lse)
+        tokens = {name: options.get(name) for name in ("k_scale", "v_scale")}
+        own |= {name: x[only] for name, x in tokens.items() if x is not None and x.ndim == 3}
+    own |= {name: options[name][b] for name in _differs(options)}
+    return attend(q[only], k, v, options | own, return_lse)
+
+
+def _differs(options: dict[str, Any]) -> list[str]:
+    """The options that have a row of their own for each sequence but no such form in flash_decode()."""
+    found = {name: options.get(name) for name in ("alibi_slopes", "k_scale", "v_scale")}
+    return [name for name, x in found.items() if x is not None and x.ndim == 2]
 
 
 _PER_SEQUENCE = ("kv_lens", "kv_start", "q_lens", "block_table")

@@ -18,6 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from flash_decoding.backends.cpu.int4 import (
+    Groups,
+    add_code_values,
+    list_group_scales,
+    order_as_codes,
+    order_as_elements,
+    scale_bytes,
+    score_codes,
+    sum_runs,
+)
 from flash_decoding.backends.cpu.masks import find_reach, hide_keys, hides, is_listed, overlaps
 from flash_decoding.backends.cpu.packing import make_packer, make_reader
 from flash_decoding.backends.cpu.reduce import merge_row, vector_offset
@@ -42,6 +52,9 @@ from flash_decoding.backends.cpu.simd import (
     exp2,
     fetch_add,
     fma_outer,
+    holds_codes,
+    holds_fp8,
+    holds_pairs,
     inner,
     lanes_max,
     lanes_sum,
@@ -50,10 +63,14 @@ from flash_decoding.backends.cpu.simd import (
     load_block,
     load_double,
     load_each,
+    load_first_each,
     load_float,
     load_int32,
     load_int64,
+    load_second_each,
+    load_shares,
     maximum,
+    mul,
     mul_rows,
     one_per_line,
     places,
@@ -68,6 +85,7 @@ from flash_decoding.backends.cpu.simd import (
     store_shares,
     sub,
     sum_each,
+    unit,
     vectors_per_line,
     zeros_outer,
 )
@@ -87,6 +105,7 @@ ONE_ROW = (0,)
 KEYS_OF_FOUR_ROWS = tuple(range(LANES // 4))
 KEYS_OF_ONE_ROW = tuple(range(LANES))
 COLUMNS = tuple(range(LANES // 4))
+PAIRS = tuple(range(LANES // 8))
 
 
 class View(NamedTuple):
@@ -126,6 +145,11 @@ class Call(NamedTuple):
     block_table: View  # [batch, pages]: only batch and token are strides
     key_mask: View  # [batch, keys], likewise
     tree_mask: View  # [batch, query tokens, new tokens]
+    k_scale: View  # of codes, float32; a stride is 0 where scales are shared
+    v_scale: View
+    channels: View  # [1, heads, 1, head_dim] float32, by which q is multiplied
+    k_groups: Groups
+    v_groups: Groups
     causal: int  # 1 or 0; 0 with a tree_mask, which takes its place
     window: int  # kv_len where there is none
     batch: int
@@ -161,6 +185,10 @@ class Scratch(NamedTuple):
     k: int  # [2, LIST] int64 addresses of the visible keys, of this tile and the next
     v: int  # [2, LIST] int64, their values
     n: int  # [2, TILE] float32, their positions
+    k_scale: int  # [2, TILE] float32, or what int4.list_group_scales() makes
+    v_scale: int
+    sums: int  # [rows, runs, LANES] float32, see int4.sum_runs()
+    line: int  # [head_dim or value_dim] float32
     weights: int  # [num_splits] float32
 
 
@@ -173,6 +201,8 @@ class KeyTile(NamedTuple):
     k: int  # address of [size] int64 addresses, behind which those of the next tile begin
     v: int
     n: int  # address of [size] float32, positions counted from begin: small, so exact
+    k_scale: int  # address of [size] float32, or of what int4.list_group_scales() makes
+    v_scale: int
 
 
 class Block(NamedTuple):
@@ -204,8 +234,25 @@ def cut_scratch(base, call):
     l = n + 8 * TILE
     m = l + 8 * rows
     alpha = m + 4 * rows
-    weights = alpha + 16
-    return Scratch(q, q_row, acc, acc_row, s, m, l, alpha, k, v, n, weights), weights + 4 * call.num_splits
+    k_scale = alpha + 16
+    v_scale = k_scale + 2 * TILE * listed_bytes(call.k_groups)
+    sums = v_scale + 2 * TILE * listed_bytes(call.v_groups)
+    line = sums + rows * sums_bytes(call)
+    weights = line + 4 * max(call.head_dim, call.value_dim)
+    end = weights + 4 * call.num_splits
+    return Scratch(q, q_row, acc, acc_row, s, m, l, alpha, k, v, n, k_scale, v_scale, sums, line, weights), end
+
+
+@inner
+def listed_bytes(groups):
+    """Bytes of scratch for the scales of one key."""
+    return max(4, scale_bytes(groups))
+
+
+@inner
+def sums_bytes(call):
+    """Bytes of scratch for the sums of one row of q."""
+    return 4 * LANES * call.k_groups.runs
 
 
 @inner
@@ -235,8 +282,9 @@ def split_range(call, reach, split):
 
 
 @inner
-def load_queries(call, kind, scratch, b, h_kv, rows):
+def load_queries(call, kind, k_kind, scratch, b, h_kv, rows):
     """Widen the query rows of a KV head into scratch, zero where padded to a whole block."""
+    scales = address_of(call.channels, 0, h_kv, 0)
     for row in range(whole(rows, 4)):
         base = address_of(call.q, b, head_of(call, h_kv, row), token_of(call, row))
         for i in range(scratch.q_row // (4 * LANES)):
@@ -245,9 +293,16 @@ def load_queries(call, kind, scratch, b, h_kv, rows):
                 store(place, splat(np.float32(0.0)), FLOAT32)
                 continue
             d = vector_offset(i, call.head_dim)
-            store(place, load(base + d * element_bytes(kind), kind), FLOAT32)
+            x = load(base + d * element_bytes(kind), kind)
+            if call.channels.base != 0:
+                x = mul(x, load(scales + 4 * d, FLOAT32))
+            store(place, x, FLOAT32)
             for lane in range(i * LANES - d):  # the elements that the vector before has already
                 store_float(place + 4 * lane, np.float32(0.0))
+        if holds_pairs(k_kind):
+            q = scratch.q + row * scratch.q_row
+            order_as_codes(q, scratch.line, call.head_dim)
+            sum_runs(q, call.k_groups, scratch.sums + row * sums_bytes(call))
 
 
 @inner
@@ -268,11 +323,24 @@ def page_of(call, b, n):
 
 
 @inner
-def find_keys(call, scratch, slot, reach, h_kv, begin, end):
+def list_scales(view, groups, kind, page, h_kv, row, place):
+    """The scales of one row of keys or values, as score_tile() and add_values() want them."""
+    scales = address_of(view, page, h_kv, row)
+    if holds_pairs(kind):
+        list_group_scales(scales, groups, place)
+    elif holds_codes(kind):
+        scale = load_float(scales) if view.base != 0 else np.float32(1.0)
+        store_float(place, scale * unit(kind))
+
+
+@inner
+def find_keys(call, k_kind, v_kind, scratch, slot, reach, h_kv, begin, end):
     """The visible ones of at most TILE keys, listed in a slot of scratch."""
     keys = scratch.k + slot * 8 * LIST
     values = scratch.v + slot * 8 * LIST
     positions = scratch.n + slot * 4 * TILE
+    k_step, v_step = listed_bytes(call.k_groups), listed_bytes(call.v_groups)
+    k_scales, v_scales = scratch.k_scale + slot * TILE * k_step, scratch.v_scale + slot * TILE * v_step
     count, page_end = 0, begin
     while page_end < end:
         n = page_end
@@ -286,25 +354,30 @@ def find_keys(call, scratch, slot, reach, h_kv, begin, end):
             store_int64(values + 8 * count, v + n * call.v.token)
             store_float(positions + 4 * count, np.float32(n - begin))
             if is_listed(call, reach, n):
+                row = n - page_begin
+                list_scales(call.k_scale, call.k_groups, k_kind, page, h_kv, row, k_scales + k_step * count)
+                list_scales(call.v_scale, call.v_groups, v_kind, page, h_kv, row, v_scales + v_step * count)
                 count += 1
     if count > 0:
         for i in range(count, whole(count, LANES)):
             store_int64(keys + 8 * i, load_int64(keys + 8 * (count - 1)))
             store_float(positions + 4 * i, load_float(positions + 4 * (count - 1)))
-    return KeyTile(begin, end, count, keys, values, positions)
+    return KeyTile(begin, end, count, keys, values, positions, k_scales, v_scales)
 
 
 @inner
 def keys_ahead(width, kind):
     """How many keys ahead to prefetch rows of this width."""
     size = element_bytes(kind)
+    if holds_pairs(kind):
+        width //= 2
     return min(max(BYTES_AHEAD // (width * size * size), 4), MOST_AHEAD)
 
 
 @inner
-def join_lists(call, kind, tile, ahead):
+def join_lists(call, k_kind, v_kind, tile, ahead):
     """List the first keys of the tile ahead behind those of a tile, for the prefetches; how many are listed then."""
-    more = min(ahead.size, keys_ahead(min(call.head_dim, call.value_dim), kind) + LANES)
+    more = min(ahead.size, max(keys_ahead(call.head_dim, k_kind), keys_ahead(call.value_dim, v_kind)) + LANES)
     for i in range(more):
         store_int64(tile.k + 8 * (tile.size + i), load_int64(ahead.k + 8 * i))
         store_int64(tile.v + 8 * (tile.size + i), load_int64(ahead.v + 8 * i))
@@ -315,19 +388,34 @@ def join_lists(call, kind, tile, ahead):
 def score_tile(call, kind, scratch, tile, listed, row, rows, width):
     """s [rows, tile.size] in base 2, `width` keys at a time, and -inf from there to the next whole vector."""
     q = places(scratch.q + row * scratch.q_row, scratch.q_row, rows)
+    sums = places(scratch.sums + row * sums_bytes(call), sums_bytes(call), rows)
     s = places(scratch.s, 4 * TILE, rows)
     ahead = keys_ahead(call.head_dim, kind)
     for n in range(0, tile.size, len(width)):
         k = load_addresses(tile.k + 8 * n, width)
         k_ahead = load_addresses(tile.k + 8 * (n + ahead), width)
         fetching = row == 0 and n + ahead + len(width) <= listed
-        dots = zeros_outer(rows, width)
-        for i in range(scratch.q_row // (4 * LANES)):
-            at = vector_offset(i, call.head_dim) * element_bytes(kind)
-            if fetching and i % vectors_per_line(kind) == 0:
-                prefetch_each(k_ahead, at)
-            dots = fma_outer(load_each(q, 4 * LANES * i, FLOAT32), load_each(k, at, kind), dots)
-        store_shares(s, 4 * n, transform_scores(sum_each(dots), call.score))
+        if holds_pairs(kind):
+            scales = tile.k_scale + scale_bytes(call.k_groups) * n
+            scores = score_codes(kind, call.k_groups, q, sums, k, k_ahead, fetching, scales, width)
+        else:
+            dots = zeros_outer(rows, width)
+            wide = call.head_dim // (2 * LANES) if holds_fp8(kind) else 0
+            for i in range(wide):
+                at = 2 * LANES * i
+                if fetching and 2 * i % vectors_per_line(kind) == 0:
+                    prefetch_each(k_ahead, at)
+                dots = fma_outer(load_each(q, 8 * LANES * i, FLOAT32), load_first_each(k, at, kind), dots)
+                dots = fma_outer(load_each(q, 8 * LANES * i + 4 * LANES, FLOAT32), load_second_each(k, at, kind), dots)
+            for i in range(2 * wide, scratch.q_row // (4 * LANES)):
+                at = vector_offset(i, call.head_dim) * element_bytes(kind)
+                if fetching and i % vectors_per_line(kind) == 0:
+                    prefetch_each(k_ahead, at)
+                dots = fma_outer(load_each(q, 4 * LANES * i, FLOAT32), load_each(k, at, kind), dots)
+            scores = sum_each(dots)
+        if holds_codes(kind) and not holds_pairs(kind):
+            scores = mul(scores, load_shares(tile.k_scale + 4 * n, rows))
+        store_shares(s, 4 * n, transform_scores(scores, call.score))
     for r in range(len(rows)):
         for n in range(tile.size, whole(tile.size, LANES)):
             store_float(scratch.s + 4 * (r * TILE + n), NO_SCORE)
@@ -350,26 +438,51 @@ def adjust_scores(call, scratch, tile, reach, h_kv, block, rows):
 
 
 @inner
-def weigh_tile(scratch, count, row, rows):
-    """Scores to weights p = 2**(s - m) in place; updates m and l and leaves alpha, by which older sums shrink."""
+def weigh_tile(v_kind, scratch, tile, row, rows):
+    """Scores to weights p = 2**(s - m) in place; updates m and l and leaves alpha, by which older sums shrink.
+
+    Where values are codes with a scale for each row of them, p is multiplied by it.
+    """
     for r in range(len(rows)):
         s = scratch.s + 4 * TILE * r
         top = splat(NO_SCORE)
-        for n in range(0, count, LANES):
+        for n in range(0, tile.size, LANES):
             top = maximum(load(s + 4 * n, FLOAT32), top)
         m_old = load_float(scratch.m + 4 * (row + r))
         m = max(m_old, lanes_max(top))
         base = splat(finite_base(m))
         total = splat(np.float32(0.0))
-        for n in range(0, count, LANES):
+        for n in range(0, tile.size, LANES):
             p = exp2(sub(load(s + 4 * n, FLOAT32), base))
-            store(s + 4 * n, p, FLOAT32)
             total = add(total, p)
+            if holds_codes(v_kind) and not holds_pairs(v_kind):
+                p = mul(p, load(tile.v_scale + 4 * n, FLOAT32))
+            store(s + 4 * n, p, FLOAT32)
         alpha = weight(m_old, m)
         store_float(scratch.m + 4 * (row + r), m)
         l = scratch.l + 8 * (row + r)
         store_double(l, load_double(l) * alpha + lanes_sum(total))
         store_float(scratch.alpha + 4 * r, alpha)
+
+
+@inner
+def add_wide_values(kind, tile, p, alpha, acc_rows, listed, ahead, end, pairs):
+    """add_values() for fp8 codes, whose columns up to `end` are loaded two at a time."""
+    for i in range(0, end, 2 * len(pairs)):
+        in_v = places(LANES * i, 2 * LANES, pairs)
+        in_first, in_second = places(4 * LANES * i, 8 * LANES, pairs), places(4 * LANES * (i + 1), 8 * LANES, pairs)
+        first, second = (
+            mul_rows(alpha, load_block(acc_rows, in_first)),
+            mul_rows(alpha, load_block(acc_rows, in_second)),
+        )
+        for n in range(tile.size):
+            if n + ahead < listed:
+                prefetch_each(one_per_line(in_v, kind), load_int64(tile.v + 8 * (n + ahead)))
+            v, weights = load_int64(tile.v + 8 * n), splat_each(p, 4 * n)
+            first = fma_outer(weights, load_first_each(in_v, v, kind), first)
+            second = fma_outer(weights, load_second_each(in_v, v, kind), second)
+        store_block(acc_rows, in_first, first)
+        store_block(acc_rows, in_second, second)
 
 
 @inner
@@ -380,7 +493,14 @@ def add_values(call, kind, scratch, tile, listed, row, rows, columns):
     acc_rows = places(scratch.acc + row * scratch.acc_row, scratch.acc_row, rows)
     step = LANES * element_bytes(kind)
     ahead = keys_ahead(call.value_dim, kind)
-    for i in range(0, (call.value_dim + LANES - 1) // LANES, len(columns)):
+    if holds_pairs(kind):
+        listed = listed if row == 0 else 0
+        add_code_values(kind, call.v_groups, tile, p, alpha, acc_rows, listed, ahead, columns)
+        return
+    wide = call.value_dim // (len(columns) * LANES) * len(columns) if holds_fp8(kind) else 0
+    if wide > 0:
+        add_wide_values(kind, tile, p, alpha, acc_rows, listed if row == 0 else 0, ahead, wide, PAIRS)
+    for i in range(wide, (call.value_dim + LANES - 1) // LANES, len(columns)):
         in_acc = places(4 * LANES * i, 4 * LANES, columns)
         in_v = at_most(places(step * i, step, columns), (call.value_dim - LANES) * element_bytes(kind))
         acc = mul_rows(alpha, load_block(acc_rows, in_acc))
@@ -392,12 +512,12 @@ def add_values(call, kind, scratch, tile, listed, row, rows, columns):
 
 
 @inner
-def attend_tile(call, kind, scratch, tile, listed, reach, h_kv, block, rows, width):
+def attend_tile(call, k_kind, v_kind, scratch, tile, listed, reach, h_kv, block, rows, width):
     """Fold the keys of a tile into some query rows; the first rows prefetch."""
-    score_tile(call, kind, scratch, tile, listed, block.row, rows, width)
+    score_tile(call, k_kind, scratch, tile, listed, block.row, rows, width)
     adjust_scores(call, scratch, tile, reach, h_kv, block, rows)
-    weigh_tile(scratch, tile.size, block.row, rows)
-    add_values(call, kind, scratch, tile, listed, block.row, rows, COLUMNS)
+    weigh_tile(v_kind, scratch, tile, block.row, rows)
+    add_values(call, v_kind, scratch, tile, listed, block.row, rows, COLUMNS)
 
 
 @inner
@@ -409,13 +529,15 @@ def store_row(base, kind, scratch, row, value_dim, l):
 
 
 @inner
-def store_state(call, kind, scratch, b, h_kv, split, rows):
+def store_state(call, kind, v_kind, scratch, b, h_kv, split, rows):
     """Finish all rows where there is one split, else leave their partial softmax; only the first `rows` count."""
     for row in range(call.heads_q // call.heads_kv * call.q_len):
         head, token = head_of(call, h_kv, row), token_of(call, row)
         # A row that saw no key may have added its zero weight times a value that is not finite.
         if row >= rows or load_double(scratch.l + 8 * row) == 0.0:
             clear_row(scratch, row)
+        if holds_pairs(v_kind):
+            order_as_elements(scratch.acc + row * scratch.acc_row, scratch.line, call.value_dim)
         # Rounded as partials are: a row's bits must not tell whether its cache could have held more splits.
         m, l = load_float(scratch.m + 4 * row), np.float64(np.float32(load_double(scratch.l + 8 * row)))
         index = (b * call.heads_q + head) * call.q_len + token
@@ -433,37 +555,39 @@ def store_state(call, kind, scratch, b, h_kv, split, rows):
 
 
 @inner
-def attend_split(call, kind, scratch, b, h_kv, split):
+def attend_split(call, kind, k_kind, v_kind, scratch, b, h_kv, split):
     """One unit of work."""
     reach = find_reach(call, b)
     rows = call.heads_q // call.heads_kv * reach.tokens
-    load_queries(call, kind, scratch, b, h_kv, rows)
+    load_queries(call, kind, k_kind, scratch, b, h_kv, rows)
     for row in range(whole(rows, 4)):
         clear_row(scratch, row)
     begin, end = split_range(call, reach, split)
-    slot, ahead = 0, find_keys(call, scratch, 0, reach, h_kv, begin, min(begin + TILE, end))
+    slot, ahead = 0, find_keys(call, k_kind, v_kind, scratch, 0, reach, h_kv, begin, min(begin + TILE, end))
     for n in range(begin, end, TILE):
         slot, tile = 1 - slot, ahead
-        ahead = find_keys(call, scratch, slot, reach, h_kv, n + TILE, min(n + 2 * TILE, end))
+        ahead = find_keys(call, k_kind, v_kind, scratch, slot, reach, h_kv, n + TILE, min(n + 2 * TILE, end))
         if tile.size == 0:
             continue
-        listed = join_lists(call, kind, tile, ahead)
+        listed = join_lists(call, k_kind, v_kind, tile, ahead)
         for row in range(0, rows, 4):
             block = Block(row, token_of(call, row), token_of(call, min(row + 3, rows - 1)))
             if not overlaps(call, reach, block.first, block.last, tile):
                 continue
             if rows - row == 1:
-                attend_tile(call, kind, scratch, tile, listed, reach, h_kv, block, ONE_ROW, KEYS_OF_ONE_ROW)
+                attend_tile(call, k_kind, v_kind, scratch, tile, listed, reach, h_kv, block, ONE_ROW, KEYS_OF_ONE_ROW)
             else:
-                attend_tile(call, kind, scratch, tile, listed, reach, h_kv, block, FOUR_ROWS, KEYS_OF_FOUR_ROWS)
-    store_state(call, kind, scratch, b, h_kv, split, rows)
+                attend_tile(
+                    call, k_kind, v_kind, scratch, tile, listed, reach, h_kv, block, FOUR_ROWS, KEYS_OF_FOUR_ROWS
+                )
+    store_state(call, kind, v_kind, scratch, b, h_kv, split, rows)
 
 
 def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
     """The entry point. Numba keys its cache on this file and on captured constants: stamp covers the others."""
 
     @njit(nogil=True, cache=cache)
-    def decode_units(record, kind):
+    def decode_units(record, kind, k_kind, v_kind):
         """Take units until none is left; any number of threads may run it on the same record."""
         stamp  # noqa: B018, captured by being named
         call, counters = read_call(record), record + SIZE
@@ -478,7 +602,7 @@ def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
             if problem >= call.batch * call.heads_kv:
                 return memory[0]  # a use after the last unit, or memory would be freed before the first
             b, h_kv = problem // call.heads_kv, problem % call.heads_kv
-            attend_split(call, kind, scratch, b, h_kv, split)
+            attend_split(call, kind, k_kind, v_kind, scratch, b, h_kv, split)
             if call.num_splits > 1 and fetch_add(counters + 8 + 8 * problem, 1) == call.num_splits - 1:
                 for row in range(rows):
                     merge_row(call, kind, head_of(call, h_kv, row), token_of(call, row), b, scratch.weights)

@@ -4,10 +4,13 @@ Numba leaves vectorisation to LLVM, which gives up on the loops of attention. He
 an LLVM vector of LANES float32, the functions below are the few operations that the kernels need, and a tuple of
 vectors is a block of accumulators. LLVM translates each operation for the host: none needs a certain instruction set.
 
-Memory is addressed by plain integers. The element kind of q, K, V and out travels as a NumPy scalar whose type says how
-to read memory:
+Memory is addressed by plain integers. The element kinds of q and out, of K and of V travel as NumPy scalars whose types
+say how to read memory:
 
     float32 -> float32        int16 -> the bits of a float16        uint16 -> the bits of a bfloat16
+
+and of quantised caches INT8, E4M3, E5M2 and INT4 below, for which only the type itself counts, not what NumPy means by
+it. What load() makes of a code must still be multiplied by unit() of its kind, which callers do for many at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ LANES = 16 if "+avx512f" in _FEATURES else 8
 _HAS_HALF = "+f16c" in _FEATURES or not _TRIPLE.startswith(("x86", "i386", "i686"))
 
 _FLOAT, _DOUBLE = ir.FloatType(), ir.DoubleType()
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 # 2**x on [-0.5, 0.5], highest power first: minimax in relative error (2.0e-9 before rounding to float32).
 _EXP2 = (
@@ -48,9 +51,18 @@ _EXP2 = (
 
 # The kind of our own scratch.
 FLOAT32 = np.float32(0)
+# Kinds of codes; two of INT4 lie in a byte.
+INT8, E4M3, E5M2, INT4 = np.int8(0), np.uint8(0), np.uint32(0), np.uint64(0)
+# A float16 whose exponent is that of an e4m3 number is smaller by this factor.
+_E4M3_UNIT = 2.0**8
+_BYTES = {
+    types.float32: 4, types.int16: 2, types.uint16: 2, types.int8: 1, types.uint8: 1, types.uint32: 1, types.uint64: 1
+}  # fmt: skip
 
-# For functions that only kernels call: entry points from Python, which they do not need, are a third of compiling.
-inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# For functions that only kernels call: entry points from Python, which they do not need, are a third of compiling. They
+# must be inlined: records travel by value, and calls that copy a hundred numbers per tile of keys made everything take
+# half as long again (Zen 5).
+inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @inner
@@ -69,6 +81,8 @@ class VectorType(types.Type):
 Vector = VectorType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _BITS = ir.VectorType(_I32, LANES)
+_SHORTS = ir.VectorType(_I16, LANES)
+_CODES = ir.VectorType(_I8, LANES)
 
 
 @register_default(VectorType)
@@ -86,6 +100,10 @@ def _floats(value: float) -> ir.Constant:
 
 def _bits(value: int) -> ir.Constant:
     return ir.Constant(_BITS, [value] * LANES)
+
+
+def _shorts(value: int) -> ir.Constant:
+    return ir.Constant(_SHORTS, [value] * LANES)
 
 
 def _at(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type) -> ir.Value:
@@ -129,9 +147,38 @@ def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) 
 def _widen(builder: ir.IRBuilder, address: ir.Value, kind: types.Type) -> ir.Value:
     if kind == types.float32:
         return _load(builder, address, _VECTOR, align=4)
-    raw = _load(builder, address, ir.VectorType(_I16, LANES), align=2)
+    if _BYTES[kind] == 1:
+        return _widen_codes(builder, _load(builder, address, _CODES, align=1), kind)
+    raw = _load(builder, address, _SHORTS, align=2)
     if kind == types.uint16:
         return builder.bitcast(builder.shl(builder.zext(raw, _BITS), _bits(16)), _VECTOR)
+    return _widen_half(builder, raw)
+
+
+def _widen_codes(builder: ir.IRBuilder, codes: ir.Value, kind: types.Type) -> ir.Value:
+    if kind == types.int8:
+        return builder.sitofp(builder.sext(codes, _BITS), _VECTOR)
+    return _widen_half(builder, _fp8_to_half(builder, codes, kind))
+
+
+def _fp8_to_half(builder: ir.IRBuilder, codes: ir.Value, kind: types.Type) -> ir.Value:
+    """Any number of fp8 codes to the bits of float16, e4m3 less its unit."""
+    lanes = codes.type.count
+    type_ = ir.VectorType(_I16, lanes)
+
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(type_, [value] * lanes)
+
+    if kind == types.uint32:  # an e5m2 number is the upper byte of a float16
+        return builder.shl(builder.zext(codes, type_), every(8))
+    # e4m3: sign, exponent and mantissa move to where a float16 has them, which holds every such number exactly. Only the
+    # bit below the sign is wrong: it repeats the sign and has to be 0, but 1 for the largest magnitude, which is NaN. A
+    # carry out of that magnitude flips it, so the exclusive or of before and after the carry is right for all.
+    moved = builder.shl(builder.sext(codes, type_), every(7))
+    return builder.xor(moved, builder.and_(builder.add(moved, every(0x80)), every(0x4000)))
+
+
+def _widen_half(builder: ir.IRBuilder, raw: ir.Value) -> ir.Value:
     if _HAS_HALF:
         return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
     return _widen_half_by_bits(builder, raw)
@@ -248,16 +295,56 @@ def _untuple(builder: ir.IRBuilder, type_: types.UniTuple, value: ir.Value) -> l
 
 @intrinsic
 def element_bytes(typingctx: Any, kind: Any) -> Any:
-    """Bytes of one stored element of this kind."""
+    """Bytes of one stored element of this kind, or of two codes of INT4."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return ir.Constant(_I64, kind.bitwidth // 8)
+        return ir.Constant(_I64, _BYTES[kind])
 
     return types.int64(kind), codegen
 
 
+@intrinsic
+def holds_codes(typingctx: Any, kind: Any) -> Any:
+    """Whether what is loaded of this kind must be multiplied by scales; known to the compiler."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(ir.IntType(1), _BYTES[kind] == 1)
+
+    return types.boolean(kind), codegen
+
+
+@intrinsic
+def holds_fp8(typingctx: Any, kind: Any) -> Any:
+    """Whether load_first_each() knows this kind; known to the compiler."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(ir.IntType(1), kind in (types.uint8, types.uint32))
+
+    return types.boolean(kind), codegen
+
+
+@intrinsic
+def holds_pairs(typingctx: Any, kind: Any) -> Any:
+    """Whether a byte of this kind holds two codes; known to the compiler."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(ir.IntType(1), kind == types.uint64)
+
+    return types.boolean(kind), codegen
+
+
+@intrinsic
+def unit(typingctx: Any, kind: Any) -> Any:
+    """What a number loaded of this kind must be multiplied by."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(_FLOAT, _E4M3_UNIT if kind == types.uint8 else 1.0)
+
+    return types.float32(kind), codegen
+
+
 def _vectors_per_line(kind: types.Type) -> int:
-    return max(1, 64 * 8 // (LANES * kind.bitwidth))
+    return max(1, 64 // (LANES * _BYTES[kind]))
 
 
 @intrinsic
@@ -306,6 +393,17 @@ def load_float(typingctx: Any, address: Any) -> Any:
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return _load(builder, args[0], _FLOAT, align=4)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def load_half(typingctx: Any, address: Any) -> Any:
+    """The float16 at address, as a float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        bits = builder.insert_element(_shorts(0), _load(builder, args[0], _I16, align=2), ir.Constant(_I32, 0))
+        return builder.extract_element(_widen_half(builder, bits), ir.Constant(_I32, 0))
 
     return types.float32(types.int64), codegen
 
@@ -542,6 +640,17 @@ def mul_rows(typingctx: Any, rows: Any, block: Any) -> Any:
 
 
 @intrinsic
+def mul_columns(typingctx: Any, columns: Any, block: Any) -> Any:
+    """block[i, j] * columns[j]."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        a, c = (_untuple(builder, t, x) for t, x in zip(signature.args, args, strict=True))
+        return _tuple(context, builder, block, [builder.fmul(x, a[i % len(a)]) for i, x in enumerate(c)])
+
+    return block(columns, block), codegen
+
+
+@intrinsic
 def sum_each(typingctx: Any, block: Any) -> Any:
     """LANES vectors to one vector of their sums."""
 
@@ -614,6 +723,113 @@ def load_each(typingctx: Any, addresses: Any, offset: Any, kind: Any) -> Any:
         return _tuple(context, builder, block, [_widen(builder, x, kind) for x in places])
 
     return block(addresses, types.int64, kind), codegen
+
+
+def _half_of_wide(addresses: Any, kind: Any, first: int) -> Any:
+    block = types.UniTuple(Vector, addresses.count)
+    codes = ir.VectorType(_I8, 2 * LANES)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        vectors = []
+        for x in _untuple(builder, addresses, args[0]):
+            # The same for both halves, so that the compiler does it once.
+            both = _fp8_to_half(builder, _load(builder, builder.add(x, args[1]), codes, align=1), kind)
+            vectors.append(_widen_half(builder, _shuffle(builder, both, both, list(range(first, first + LANES)))))
+        return _tuple(context, builder, block, vectors)
+
+    return block(addresses, types.int64, kind), codegen
+
+
+@intrinsic
+def load_first_each(typingctx: Any, addresses: Any, offset: Any, kind: Any) -> Any:
+    """Of 2 * LANES fp8 codes at offset from each address the first half; quicker than load_each() with the second."""
+    return _half_of_wide(addresses, kind, 0)
+
+
+@intrinsic
+def load_second_each(typingctx: Any, addresses: Any, offset: Any, kind: Any) -> Any:
+    """The second half, likewise."""
+    return _half_of_wide(addresses, kind, LANES)
+
+
+@intrinsic
+def load_codes_each(typingctx: Any, addresses: Any, offset: Any, shifts: Any) -> Any:
+    """Of LANES bytes at offset from each address, the four bits from the shift on, as numbers from 0 to 15."""
+    block = types.UniTuple(Vector, addresses.count)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        vectors = []
+        for x, shift in zip(_untuple(builder, addresses, args[0]), _untuple(builder, shifts, args[2]), strict=True):
+            codes = builder.zext(_load(builder, builder.add(x, args[1]), _CODES, align=1), _BITS)
+            by = builder.bitcast(_broadcast(builder, builder.bitcast(builder.trunc(shift, _I32), _FLOAT)), _BITS)
+            vectors.append(builder.sitofp(builder.and_(builder.lshr(codes, by), _bits(15)), _VECTOR))
+        return _tuple(context, builder, block, vectors)
+
+    return block(addresses, types.int64, shifts), codegen
+
+
+@intrinsic
+def load_pair_each(typingctx: Any, addresses: Any, offset: Any) -> Any:
+    """Two float32 at offset from each address, the first in every even lane and the second in every odd one."""
+    block = types.UniTuple(Vector, addresses.count)
+    pairs = ir.VectorType(_I64, LANES // 2)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        vectors = []
+        for x in _untuple(builder, addresses, args[0]):
+            pair = _load(builder, builder.add(x, args[1]), _I64, align=4)
+            one = builder.insert_element(ir.Constant(pairs, ir.Undefined), pair, ir.Constant(_I32, 0))
+            every = _shuffle(builder, one, ir.Constant(pairs, ir.Undefined), [0] * (LANES // 2))
+            vectors.append(builder.bitcast(every, _VECTOR))
+        return _tuple(context, builder, block, vectors)
+
+    return block(addresses, types.int64), codegen
+
+
+@intrinsic
+def divide_each(typingctx: Any, values: Any, divisor: Any) -> Any:
+    """The quotient of each value, all positive."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        out = [builder.udiv(x, args[1]) for x in _untuple(builder, values, args[0])]
+        return _tuple(context, builder, values, out)
+
+    return values(values, types.int64), codegen
+
+
+@intrinsic
+def combine_each(typingctx: Any, a: Any, by_a: Any, b: Any, by_b: Any) -> Any:
+    """by_a * a[i] + by_b * b[i], integers."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        pairs = zip(_untuple(builder, a, args[0]), _untuple(builder, b, args[2]), strict=True)
+        out = [builder.add(builder.mul(x, args[1]), builder.mul(y, args[3])) for x, y in pairs]
+        return _tuple(context, builder, a, out)
+
+    return a(a, types.int64, b, types.int64), codegen
+
+
+@intrinsic
+def fma_each(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a[i] * b[i] + c[i]."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        x, y, z = (_untuple(builder, a, values) for values in args)
+        return _tuple(context, builder, a, [_fma(builder, *each) for each in zip(x, y, z, strict=True)])
+
+    return a(a, a, a), codegen
+
+
+@intrinsic
+def load_shares(typingctx: Any, address: Any, like: Any) -> Any:
+    """A vector made of equal shares, as many as `like` has entries, each the same float32 from address."""
+    share = LANES // like.count
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        part = _load(builder, args[0], ir.VectorType(_FLOAT, share), align=4)
+        return _shuffle(builder, part, part, [i % share for i in range(LANES)])
+
+    return Vector(types.int64, like), codegen
 
 
 @intrinsic
