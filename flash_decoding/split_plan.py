@@ -8,13 +8,15 @@ table of measured settings (tuning.py); what the table does not have follows the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-# A processor that has this much on its way from memory is busy; more only adds partials to merge.
-_BYTES_IN_FLIGHT = 72 * 1024
+# A processor that has this much on its way from memory is busy; more only adds partials to merge. By codes in a 16-bit
+# word: they are more work for each byte, of which more programs do more at a time.
+_BYTES_IN_FLIGHT = {1: 72 * 1024, 2: 96 * 1024, 4: 128 * 1024}
 # A merge costs about as much as this many tiles, and a tile more for so many splits (2 us and up on an H200).
 _MERGE_TILES, _MERGE_SPLITS_PER_TILE = 2.5, 32
 # The model is no better than this, and fewer splits leave less to merge.
@@ -23,7 +25,7 @@ _SLACK = 1.04
 # would be the last to end. Shorter ones end soon enough to leave no processor idle for long.
 _RAGGED_TILES = 8
 # Then so many pieces per processor balance well, of at least so many tiles in a full cache; more are more to merge.
-_PIECES_PER_PROCESSOR, _TILES_PER_PIECE = 12, 4
+_PIECES_PER_PROCESSOR, _PIECES_OF_CODES, _TILES_PER_PIECE = 12, 16, 4
 # Every program looks at all lengths; so many sequences keep a device busy uncut.
 _MAX_RAGGED_BATCH = 1024
 # The kernels count tiles in 32 bits.
@@ -120,6 +122,8 @@ def choose_tile(
     *,
     paged: bool = False,
     ragged: bool = False,
+    parts: int = 1,
+    scales: float = 0,
 ) -> Tile:
     """The tile of the GPU's chunk kernel. Never looks at batch or length, so that neither changes a result's bits.
 
@@ -128,13 +132,16 @@ def choose_tile(
         shared_memory: bytes that one program may use on the device.
         paged: whether rows are found through a block table.
         ragged: whether the batch is cut into pieces, which want to be many and small.
+        parts: quantised elements in each of the 16-bit words that head_dim and value_dim then count.
+        scales: how many scales a key has in a word's part, of which all its elements may share one: 0 where none are
+            by key, 1 per token, the groups of 4-bit codes, and infinity where elements of a part differ.
     """
-    block_d, rest_d, block_dv = next_power_of_2(head_dim), 0, next_power_of_2(value_dim)
+    block_d, rest_d, block_dv = max(next_power_of_2(head_dim), 16), 0, max(next_power_of_2(value_dim), 16)
     if head_dim > 256 and block_d != head_dim:
         # Padding to the next power of two would not fit; two parts are two products.
         block_d //= 2
         rest_d = max(next_power_of_2(head_dim - block_d), 16)
-    widest, rows = max(block_d, block_dv), next_power_of_2(group * q_len)
+    widest, rows = max(block_d, block_dv) * parts, next_power_of_2(group * q_len)
     if element_size == 4:
         # Exact float32 is multiplied out in registers, so rows * keys * width elements must fit there; and from 16
         # rows on Triton would turn that product into a dot with TF32.
@@ -157,6 +164,17 @@ def choose_tile(
             warps = 2
         # Two buffers and their page ids hide the hop from an id to its rows better than three.
         buffers = 2 if paged or ragged else 3
+    if parts > 1:
+        # More rows would not fit into registers beside the parts.
+        block_m = min(block_m, (64 if parts == 2 else 32) if widest <= 128 else 16)
+        if scales == math.inf:
+            block_n, buffers = 16, 1  # their scales take more room than they
+        elif widest <= 128:
+            # Scales by key cross warps on their way to scores; without them wide tiles have less to do per key.
+            small = ragged or scales > 2 or (parts == 4 and block_m > 16)
+            block_n, warps, buffers = (32, 1, 2) if small else (64, 1, 2) if parts == 4 else (32, 1, 3)
+            if scales == 0 and not ragged:
+                block_n, warps, buffers = (128, 4, 2) if widest == 128 and block_m == 16 else (64, 1, 3)
     tile = Tile(block_m, block_n, block_d, block_dv, min(block_m // 16 * warps, 8), 1, rest_d)
     return _with_pipeline(tile, buffers, element_size, shared_memory, paged)
 
@@ -211,6 +229,8 @@ def choose_plan(
     paged: bool = False,
     window: int | None = None,
     ragged: bool = False,
+    parts: int = 1,
+    scales: float = 0,
     num_splits: int | None = None,
     split_size: int | None = None,
     table: Table | None = None,
@@ -224,30 +244,35 @@ def choose_plan(
         paged: whether rows are found through a block table.
         window: keys left of its own that a query sees; what is outside is not loaded and not counted.
         ragged: whether sequences may differ in length, by how much is not known here.
+        parts, scales: those of choose_tile().
         num_splits, split_size: the caller's wish; None means choose.
         table: settings measured on the device; None means the rule. A caller with a wish gets the rule's tile, which
             knows neither batch nor length, so that neither changes a result's bits.
     """
     ragged = ragged and num_splits is None and split_size is None
-    tile = choose_tile(group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged, ragged=ragged)
+    tile = choose_tile(
+        group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged, ragged=ragged, parts=parts,
+        scales=scales,
+    )  # fmt: skip
     if window is not None:
         kv_len = min(kv_len, window + q_len)
     if split_size is not None:
         return Plan(max(1, -(-kv_len // split_size)), split_size, tile)
     if num_splits is None:
         programs = None
-        if table is not None and element_size == 2:  # exact float32 has tiles of another kind
+        if table is not None and element_size == 2 and parts == 1:  # exact float32 has tiles of another kind
             kv_bytes = batch * heads_kv * kv_len * (head_dim + value_dim) * element_size
             setting = table.settings.get(find_key(tile, kv_bytes, paged=paged, ragged=ragged))
             if setting is not None:
                 tile = apply_setting(tile, setting, element_size, shared_memory, paged)
                 programs = setting.programs
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
-        slots = processors * (programs or programs_per_processor(tile, element_size))
+        slots = processors * (programs or programs_per_processor(tile, element_size, parts))
         tiles = -(-kv_len // tile.block_n)
         cut = ragged and 0 < batch <= _MAX_RAGGED_BATCH and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES
         if cut and problems:
-            pieces = min(_PIECES_PER_PROCESSOR * processors, problems * tiles // _TILES_PER_PIECE)
+            per_processor = _PIECES_PER_PROCESSOR if parts == 1 else _PIECES_OF_CODES
+            pieces = min(per_processor * processors, problems * tiles // _TILES_PER_PIECE)
             at_once = min(slots, pieces)
             return Plan(at_once if all_run_at_once(problems, at_once) else pieces, None, tile, at_once)
         num_splits = choose_num_splits(problems, tiles, slots)
@@ -259,11 +284,11 @@ def all_run_at_once(problems: int, at_once: int) -> bool:
     return 2 * problems <= at_once
 
 
-def programs_per_processor(tile: Tile, element_size: int) -> int:
+def programs_per_processor(tile: Tile, element_size: int, parts: int = 1) -> int:
     """How many programs of the chunk kernel keep one processor's share of the memory system busy."""
     if element_size == 4:
         return 2  # their tiles are in registers, where two programs fit
-    return -(-_BYTES_IN_FLIGHT // (tile.buffers * _tile_bytes(tile, element_size)))
+    return -(-_BYTES_IN_FLIGHT[parts] // (tile.buffers * _tile_bytes(tile, element_size)))
 
 
 @lru_cache(maxsize=4096)

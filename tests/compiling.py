@@ -44,13 +44,18 @@ def compile_chunk(
     q_len=1,
     options=False,
     ragged=False,
+    kv_format=None,
 ) -> Compiled:
     """The chunk kernel as an aligned call compiles it; masked: with lengths, starts, a key mask; options: with all."""
+    forms = (None, None) if kv_format is None else (kv_format.k, kv_format.v)
+    k_scale, v_scale = ("constexpr" if form is None else "*i32" if form.group else "*fp32" for form in forms)
+    k, v = (f"*{NAMES[dtype]}" if form is None else "*i16" for form in forms)
     x, stride = f"*{NAMES[dtype]}", ("i32", "i32", "i32")
     partial = "*fp32" if split else "constexpr"
     lens = "*i32" if masked or page_size or ragged else "constexpr"
     signature = {
-        "q_ptr": x, "q_stride": stride, "k_ptr": x, "k_stride": stride, "v_ptr": x, "v_stride": stride,
+        "q_ptr": x, "q_stride": stride, "k_ptr": k, "k_stride": stride, "v_ptr": v, "v_stride": stride,
+        "k_scale_ptr": k_scale, "k_scale_stride": stride, "v_scale_ptr": v_scale, "v_scale_stride": stride,
         "block_table_ptr": "*i32" if page_size else "constexpr", "block_table_step": "i32",
         "kv_lens_ptr": lens, "kv_start_ptr": "*i32" if masked else "constexpr",
         "q_lens_ptr": "*i32" if options else "constexpr",
@@ -66,9 +71,10 @@ def compile_chunk(
     }  # fmt: skip
     constants = {
         "G": group, "Lq": q_len, "D": head_dim, "DV": value_dim, "CAUSAL": True, "PAGE_SIZE": page_size,
+        "K_FORM": forms[0], "V_FORM": forms[1], "FP8_CONVERT": arch >= 89,
         "V_IN_K": head_dim > 256 and tile.block_d == tile.block_dv == value_dim,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "REST_D": tile.rest_d,
-        "BLOCK_DV": tile.block_dv,
+        "BLOCK_DV": tile.block_dv, "NUM_WARPS": tile.num_warps,
     }  # fmt: skip
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 
@@ -108,25 +114,35 @@ def compile_merge(dtype, width, count, arch) -> Compiled:
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
 
 
-def compile_append(dtype, head_dim, arch, *, page_size=None, rotary=None, queries=False) -> Compiled:
+def compile_append(
+    dtype, head_dim, arch, *, value_dim=None, page_size=None, rotary=None, rotary_dim=None, queries=False,
+    new_lens=True, kv_format=None,
+) -> Compiled:  # fmt: skip
     """The append kernel likewise; rotary: "halves" or "interleaved"."""
-    x, stride, table = f"*{NAMES[dtype]}", ("i32", "i32", "i32"), "*fp32" if rotary else "constexpr"
-    block_r, block_d = choose_rows(head_dim, head_dim)
+    x, table = f"*{NAMES[dtype]}", "*fp32" if rotary else "constexpr"
+    value_dim = value_dim or head_dim
+    block_r, block_d = choose_rows(head_dim, value_dim)
     integers = (
         "block_table_step", "cos_step", "sin_step", "L", "Lq", "Hkv", "Hq", "capacity", "pages", "positions", "q_step",
         "tiles",
     )  # fmt: skip
     signature = dict.fromkeys(integers, "i32")
-    for name in ("k_new", "v_new", "k", "v", *(("q", "q_out") if queries else ())):
-        signature |= {f"{name}_ptr": x, f"{name}_stride": stride}
-    if not queries:
-        signature |= {"q_stride": stride, "q_out_stride": stride}
-    signature |= {"kv_lens_ptr": "*i32", "new_lens_ptr": "*i32", "cos_ptr": table, "sin_ptr": table}
-    signature["block_table_ptr"] = "*i32" if page_size else "constexpr"
+    for name in ("k_new", "v_new", "k", "v", "q", "q_out"):
+        is_there = queries or not name.startswith("q")
+        signature |= {f"{name}_ptr": x if is_there else "constexpr", f"{name}_stride": ("i32",) * 3}
+    signature |= {"kv_lens_ptr": "*i32", "new_lens_ptr": "*i32" if new_lens else "constexpr"}
+    signature |= {"cos_ptr": table, "sin_ptr": table, "block_table_ptr": "*i32" if page_size else "constexpr"}
     constants = {
-        "D": head_dim, "DV": head_dim, "ROTARY_DIM": head_dim if rotary else 0, "INTERLEAVED": rotary == "interleaved",
-        "PAGE_SIZE": page_size, "BLOCK_R": block_r, "BLOCK_D": block_d,
+        "D": head_dim, "DV": value_dim, "ROTARY_DIM": (rotary_dim or head_dim) if rotary else 0,
+        "INTERLEAVED": rotary == "interleaved", "PAGE_SIZE": page_size, "BLOCK_R": block_r, "BLOCK_D": block_d,
     }  # fmt: skip
+    sides = (None, None) if kv_format is None else (kv_format.k, kv_format.v)
+    for name, form, width in zip("kv", sides, (head_dim, value_dim), strict=True):
+        signature[f"{name}_scale_stride"] = ("i32",) * 4
+        part = (form.group or width) if form and form.scale in ("token", "group") else None
+        constants |= {f"{name.upper()}_FORM": form, f"{name.upper()}_PART": part}
+        if form is not None:
+            signature |= {f"{name}_ptr": "*u8", f"{name}_scale_ptr": "*fp16" if form.group else "*fp32"}
     return _compile(_append_kernel, signature, constants, arch, _WARPS, 1)
 
 

@@ -158,7 +158,7 @@ def test_unsplit_times_are_predicted_as_measured(suite):
     gpu = _FoundGpu("h200")
     for row in measured.values():
         shape = Shape(**row["shape"])
-        sizes, _, block_n, machine = gpu.choose(shape, "bfloat16", None)
+        sizes, _, block_n, machine = gpu.choose(shape, "bfloat16", 1)
         predicted = predict(sizes, 1, block_n, machine).total_us
         # Below a few tiles per program, starting and ending are most of the time.
         if shape.kv_len >= 4096:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_decoding.backends.triton.chunk import launch_chunk
+from flash_decoding.backends.triton.chunk import launch_chunk, view_words
 from flash_decoding.backends.triton.reduce import SharedSplits, launch_reduce
 from flash_decoding.problem import Problem
 from flash_decoding.split_plan import Plan
@@ -19,6 +19,6 @@ def decode_shared(
         with torch.cuda.device(device):
             return decode_shared(prefix, suffix, out, lse)
     problem, plan, _ = prefix
-    launch_chunk(*prefix, out, None)
-    launch_chunk(*suffix, out, None)
+    launch_chunk(view_words(problem), *prefix[1:], out, None)
+    launch_chunk(view_words(suffix[0]), *suffix[1:], out, None)
     launch_reduce(*suffix, out, lse, SharedSplits(plan.num_splits, problem.batch, problem.q_len))

@@ -12,10 +12,27 @@ Dense and paged caches differ in locate_rows() alone, score options in transform
 row in sees(). An argument that is None is off and costs nothing: it is compiled away.
 """
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_decoding.backends.triton.codes import (
+    LEAST_SCALE,
+    column_of,
+    finish_values,
+    has_pairs,
+    load_queries,
+    locate_scales,
+    multiply_keys,
+    scale_queries,
+    weigh_values,
+    widen,
+    words_of,
+    zero_acc,
+)
 from flash_decoding.backends.triton.launch import launch, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, update_softmax
 from flash_decoding.backends.triton.pieces import find_piece, note_slots
@@ -24,7 +41,6 @@ from flash_decoding.backends.triton.tile_io import (
     address,
     load_rows,
     locate_rows,
-    matmul,
     split_range,
     visible_range,
 )
@@ -40,13 +56,15 @@ from flash_decoding.workspace import Partial
     ],
     do_not_specialize_on_alignment=[
         "block_table_ptr", "kv_lens_ptr", "kv_start_ptr", "q_lens_ptr", "key_mask_ptr", "tree_mask_ptr", "alibi_ptr",
-        "sinks_ptr", "lse_ptr", "m_ptr", "l_ptr",
+        "sinks_ptr", "lse_ptr", "m_ptr", "l_ptr", "k_scale_ptr", "v_scale_ptr",
     ],
 )  # fmt: skip
 def _chunk_kernel(
     q_ptr, q_stride,  # [B, Hq, Lq, D]; strides without the last, contiguous axis, here and below
-    k_ptr, k_stride,  # [B, Hkv, N, D], or pages [pages, Hkv, PAGE_SIZE, D]
+    k_ptr, k_stride,  # [B, Hkv, N, D], or pages [pages, Hkv, PAGE_SIZE, D]; of codes, words of 16 bits
     v_ptr, v_stride,  # likewise, Dv wide
+    k_scale_ptr, k_scale_stride,  # as Problem has them; None: 1
+    v_scale_ptr, v_scale_stride,
     block_table_ptr, block_table_step,  # [B, max_pages]; None: a dense cache
     kv_lens_ptr, kv_start_ptr, q_lens_ptr,  # [B]; None: the whole cache, from its first key, all Lq tokens
     key_mask_ptr, key_mask_step_b, key_mask_step_n,  # [B, N] bool; None: every key is visible
@@ -58,7 +76,10 @@ def _chunk_kernel(
     scale, softcap, window, kv_len, B, Hkv, num_splits, split_size, at_once,
     G: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
+    K_FORM: tl.constexpr, V_FORM: tl.constexpr,  # CodeFormat; None: 16 or 32 bits, as q
+    FP8_CONVERT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
     row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
@@ -80,15 +101,13 @@ def _chunk_kernel(
     first, last, kv_len, q_len = visible_range(lens, b, Lq)
     start, stop = split_range(first, last, split, splits, split_size, BLOCK_N)
 
-    row, d, dv = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     h_q, t = h_kv * G + row // Lq, row % Lq
     in_row, in_token = row < G * Lq, (row < G * Lq) & (t < q_len)
     q_at = address(q_ptr, q_stride, (b, h_q.to(tl.int64)[:, None], t[:, None]))
-    q = tl.load(q_at + d[None, :], mask=in_token[:, None] & (d < D)[None, :], other=0.0)  # [M, D]
-    q_rest = None
+    q = load_queries(q_at, in_token, 0, D, BLOCK_D, K_FORM)  # parts of [M, D]
     if REST_D > 0:
-        d = BLOCK_D + tl.arange(0, REST_D)
-        q_rest = tl.load(q_at + d[None, :], mask=in_token[:, None] & (d < D)[None, :], other=0.0)
+        q = q + load_queries(q_at, in_token, BLOCK_D, D, REST_D, K_FORM)
     slopes = None
     if alibi_ptr is not None:
         slopes = tl.load(alibi_ptr + h_q, mask=in_row, other=0.0)
@@ -103,8 +122,17 @@ def _chunk_kernel(
         key_mask_ptr += b * key_mask_step_b
     if tree_mask_ptr is not None:
         tree_mask_ptr += b * tree_step_b
+    IS_PAGED: tl.constexpr = block_table_ptr is not None
+    if k_scale_ptr is not None:
+        k_scale_ptr = locate_scales(k_scale_ptr, k_scale_stride, b, h_kv, D, K_FORM, IS_PAGED)
+    if v_scale_ptr is not None:
+        v_scale_ptr = locate_scales(v_scale_ptr, v_scale_stride, b, h_kv, DV, V_FORM, IS_PAGED)
+    q_sums = ()
+    if K_FORM is not None:
+        q, scale, q_sums = scale_queries(q, scale, k_scale_ptr, D, BLOCK_D, REST_D, K_FORM)
 
     cache = (k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n)
+    scales = (q_sums, k_scale_ptr, k_scale_stride, v_scale_ptr, v_scale_stride)
     tokens = (t, in_token, kv_len - q_len)
     options = (scale, softcap, window, tree_mask_ptr, tree_step_t, tree_step_n)
     # Whole tiles of a page need one look-up each, if tiles start where pages do.
@@ -117,49 +145,60 @@ def _chunk_kernel(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = zero_acc(BLOCK_M, BLOCK_DV, DV, V_FORM, NUM_WARPS)
+    unit = tl.full([], LEAST_SCALE, tl.float32)
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
     for n in range(start, whole, BLOCK_N):
-        m, l, acc = _fold_tile(
-            m, l, acc, q, q_rest, slopes, tokens, cache, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE, PAGE_SIZE,
-            V_IN_K, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
+        m, l, acc, unit = _fold_tile(
+            m, l, acc, unit, q, slopes, tokens, cache, scales, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
         )  # fmt: skip
     if whole < stop:
-        m, l, acc = _fold_tile(
-            m, l, acc, q, q_rest, slopes, tokens, cache, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE,
-            PAGE_SIZE, V_IN_K, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
+        m, l, acc, unit = _fold_tile(
+            m, l, acc, unit, q, slopes, tokens, cache, scales, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
         )  # fmt: skip
 
     at_row = at + row
-    in_rd = in_row[:, None] & (dv < DV)[None, :]
+    if V_FORM is not None:
+        acc = finish_values(acc, unit, v_scale_ptr, DV, V_FORM)
+    WORDS: tl.constexpr = words_of(DV, V_FORM)
+    word = tl.arange(0, BLOCK_DV)
+    in_rd = in_row[:, None] & (word < WORDS)[None, :]
     if acc_ptr is None:
         sink = None
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + h_q, mask=in_row, other=0.0)
         norm, lse = finish_softmax(m, l, sink)
-        out_at = address(out_ptr, out_stride, (b, h_q.to(tl.int64)[:, None], t[:, None], dv[None, :]))
-        tl.store(out_at, (acc * norm[:, None]).to(out_ptr.dtype.element_ty), mask=in_rd)
+        for i in tl.static_range(len(acc)):
+            dv = column_of(word, i, DV, V_FORM)
+            out_at = address(out_ptr, out_stride, (b, h_q.to(tl.int64)[:, None], t[:, None], dv[None, :]))
+            tl.store(out_at, (acc[i] * norm[:, None]).to(out_ptr.dtype.element_ty), mask=in_rd)
         if lse_ptr is not None:
             tl.store(lse_ptr + at_row, lse, mask=in_row)
     else:
         if split_size is not None:
             # Splits of a fixed size may be many and mostly empty; the merge does not read the acc of an empty one.
-            in_rd = in_row[:, None] & (dv < tl.where(start < stop, DV, 0))[None, :]
-        tl.store(acc_ptr + at_row[:, None] * DV + dv[None, :], acc, mask=in_rd)
+            in_rd = in_row[:, None] & (word < tl.where(start < stop, WORDS, 0))[None, :]
+        for i in tl.static_range(len(acc)):
+            dv = column_of(word, i, DV, V_FORM)
+            tl.store(acc_ptr + at_row[:, None] * DV + dv[None, :], acc[i], mask=in_rd)
         tl.store(m_ptr + at_row, m, mask=in_row)
         tl.store(l_ptr + at_row, l, mask=in_row)
 
 
 @triton.jit
 def _fold_tile(
-    m, l, acc, q, q_rest, slopes, tokens, cache, options, first, stop,
+    m, l, acc, unit, q, slopes, tokens, cache, scales, options, first, stop,
     PARTIAL: tl.constexpr, BY_ROW: tl.constexpr, CAUSAL: tl.constexpr, ONE_PAGE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr,
+    FP8_CONVERT: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`."""
     t, in_token, first_new = tokens
     k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n = cache
+    q_sums, k_scale_ptr, k_scale_stride, v_scale_ptr, v_scale_stride = scales
     scale, softcap, window, tree_mask_ptr, tree_step_t, tree_step_n = options
     n = first + tl.arange(0, BLOCK_N)
     in_n = None
@@ -170,14 +209,16 @@ def _fold_tile(
         in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_step_n, mask=n < stop, other=0) != 0
 
     page, slot = locate_rows(block_table_ptr, n, first, in_n, PAGE_SIZE, ONE_PAGE)
-    k = load_rows(k_ptr, k_stride, page, slot, in_n, 0, D, BLOCK_D)  # [N, D]
+    k_words = load_rows(k_ptr, k_stride, page, slot, in_n, 0, words_of(D, K_FORM), BLOCK_D)  # [N, D]
     if V_IN_K:
-        v = k
+        v_words = k_words
     else:
-        v = load_rows(v_ptr, v_stride, page, slot, in_n, 0, DV, BLOCK_DV)  # [N, Dv]
-    s = matmul(q, tl.trans(k))  # [M, N]
+        v_words = load_rows(v_ptr, v_stride, page, slot, in_n, 0, words_of(DV, V_FORM), BLOCK_DV)  # [N, Dv]
+    k = widen(k_words, K_FORM, FP8_CONVERT)
     if REST_D > 0:
-        s += matmul(q_rest, tl.trans(load_rows(k_ptr, k_stride, page, slot, in_n, BLOCK_D, D, REST_D)))
+        rest = load_rows(k_ptr, k_stride, page, slot, in_n, BLOCK_D, words_of(D, K_FORM), REST_D)
+        k = k + widen(rest, K_FORM, FP8_CONVERT)
+    s = multiply_keys(q, q_sums, k, (k_scale_ptr, k_scale_stride, page, slot), in_n, D, BLOCK_D, K_FORM)  # [M, N]
 
     own = first_new + t
     s = transform_scores(s, scale, softcap, slopes, own, n)
@@ -186,34 +227,42 @@ def _fold_tile(
     if BY_ROW:
         seen = sees(n, own, t, in_token, tree_mask_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL, Lq)
         s = tl.where(seen, s, float("-inf"))
-    return update_softmax(m, l, acc, s, v)
+    m, l, alpha, p = update_softmax(m, l, s)
+    v = widen(v_words, V_FORM, FP8_CONVERT)
+    acc, unit = weigh_values(acc, unit, alpha, p, v, (v_scale_ptr, v_scale_stride, page, slot), in_n, DV, V_FORM)
+    return m, l, acc, unit
 
 
 def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> None:
-    """Fill partial, or out and lse when it is None; nothing is allocated or chosen here."""
+    """Fill partial, or out and lse when it is None; nothing is allocated or chosen here. Codes come as view_words()."""
     p, tile = problem, plan.tile
     strides = p.q.stride()[:3], p.k.stride()[:3], p.v.stride()[:3], out.stride()[:3]
+    k_form, v_form = (None, None) if p.kv_format is None else (p.kv_format.k, p.kv_format.v)
+    k_codes, v_codes = (None if x is None else x.codes for x in (k_form, v_form))
     v_in_k = (
-        tile.block_dv == tile.block_d == p.value_dim <= p.head_dim
+        tile.block_dv == tile.block_d == p.v.shape[3] <= p.k.shape[3]
         and p.v.data_ptr() == p.k.data_ptr()
         and strides[1] == strides[2]
+        and k_codes == v_codes
     )
     problems = p.batch * p.heads_kv * -(-p.group * p.q_len // tile.block_m)
-    table, mask, tree = p.block_table, p.key_mask, p.tree_mask
-    arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks)
+    table, mask, tree, scales = p.block_table, p.key_mask, p.tree_mask, (p.k_scale, p.v_scale)
+    arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks, *scales)
+    scale_strides = tuple([_row_strides(x) for x in scales])
     acc, m, l = (None, None, None) if partial is None else partial
     key = (
         variant((p.q, p.k, p.v, out), strides), p.q.dtype, tuple([x if x is None else x.dtype for x in arrays]),
         p.softcap is None, p.window is None, partial is None, lse is None, plan.split_size is None,
         plan.at_once is None,
         any(x is not None and max(x.stride()) >= 2**31 for x in (table, mask, tree)),
+        None if p.kv_format is None else variant((), scale_strides),
     )  # fmt: skip
     launch(
         _chunk_kernel,
         key,
         (problems, plan.num_splits) if plan.at_once is None else (plan.count_pieces(problems), 1),
         (
-            p.q, strides[0], p.k, strides[1], p.v, strides[2],
+            p.q, strides[0], p.k, strides[1], p.v, strides[2], p.k_scale, scale_strides[0], p.v_scale, scale_strides[1],
             table, 0 if table is None else table.stride(0), p.kv_lens, p.kv_start, p.q_lens,
             mask, *((0, 0) if mask is None else mask.stride()), tree, *((0, 0, 0) if tree is None else tree.stride()),
             p.alibi_slopes, p.sinks if partial is None else None,
@@ -222,8 +271,42 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
             plan.num_splits, plan.split_size, plan.at_once,
         ),
         (
-            p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k,
-            tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv,
+            p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k, k_form, v_form,
+            _converts_fp8(p.q.device.index) if "fp8_e4m3" in (k_codes, v_codes) else False,
+            tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv, tile.num_warps,
         ),
         (tile.num_warps, tile.num_stages),
     )  # fmt: skip
+
+
+def view_words(problem: Problem) -> Problem:
+    """The problem as the kernel loads it: codes as words of 16 bits, pairs of float16 scales as words of 32."""
+    p, words = problem, {}
+    if p.kv_format is None:
+        return p
+    for name, form in (("k", p.kv_format.k), ("v", p.kv_format.v)):
+        codes, scale = getattr(p, name), getattr(p, f"{name}_scale")
+        if form is not None and codes.dtype != torch.int16:
+            width = p.head_dim if name == "k" else p.value_dim
+            if not _fits(codes, 2):
+                raise ValueError(f"{name} must have codes at even addresses and strides on a GPU, got {codes.stride()}")
+            words[name] = codes.view(torch.int16)
+            if has_pairs(width, form) and _fits(scale, 2):
+                words[f"{name}_scale"] = scale.view(torch.int32)
+    return p._replace(**words)
+
+
+def _fits(x: Tensor, count: int) -> bool:
+    """Whether every row of x begins where words of so many elements may begin."""
+    return x.data_ptr() % (count * x.element_size()) == 0 and all(step % count == 0 for step in x.stride()[:-1])
+
+
+def _row_strides(scale: Tensor | None) -> tuple[int, ...]:
+    """Strides of [B, Hkv, N] of scales per token or group."""
+    return (0, 0, 0) if scale is None or scale.ndim < 3 else scale.stride()[:3]
+
+
+@lru_cache(maxsize=64)
+def _converts_fp8(device_index: int | None) -> bool:
+    """Whether the device has an instruction for e4m3; the interpreter has none."""
+    return device_index is not None and torch.cuda.get_device_capability(device_index) >= (8, 9)

@@ -4,18 +4,16 @@ import triton
 import triton.language as tl
 
 from flash_decoding.backends.triton.scores import LOG2_E
-from flash_decoding.backends.triton.tile_io import matmul
 
 
 @triton.jit
-def update_softmax(m, l, acc, s, v):
-    """Fold one tile of scores s [M, N] (base 2) and values v [N, Dv] into the state."""
+def update_softmax(m, l, s):
+    """Fold one tile of scores s [M, N] (base 2) into m and l; also alpha, to rescale acc, and the weights p [M, N]."""
     m_new = tl.maximum(m, tl.max(s, 1))
     m_ref = finite_or_zero(m_new)
     alpha = tl.exp2(m - m_ref)
-    p = tl.exp2(s - m_ref[:, None])  # [M, N]
-    acc = acc * alpha[:, None] + matmul(p.to(v.dtype), v)
-    return m_new, l * alpha + tl.sum(p, 1), acc
+    p = tl.exp2(s - m_ref[:, None])
+    return m_new, l * alpha + tl.sum(p, 1), alpha, p
 
 
 @triton.jit

@@ -10,7 +10,10 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def transform_scores(s, scale, softcap, slopes, own, n):
-    """Scale, cap, bias by distance, in float32 after the product; change to base 2. An option that is None is off."""
+    """Scale, cap, bias by distance, in float32 after the product; change to base 2. An option that is None is off.
+
+    The scale is a number or [M, 1].
+    """
     if softcap is None and slopes is None:
         s = s * (scale * LOG2_E)
     else:

@@ -98,3 +98,13 @@ def matmul(a, b):
     else:
         c = tl.dot(a, b)
     return c
+
+
+@triton.jit
+def add_product(c, a, b):
+    """c + a b, likewise."""
+    if a.dtype == tl.float32 or INTERPRETED:
+        c += matmul(a, b)
+    else:
+        c = tl.dot(a, b, c)
+    return c
