@@ -1,4 +1,4 @@
-"""append_kv(): new keys and values into a dense or paged cache, in one kernel."""
+"""append_kv(): new keys and values into a dense or paged cache, quantised or not, in one kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_decoding import backends
-from flash_decoding.op import is_traced
+from flash_decoding.accepted import Accepted
+from flash_decoding.op import is_traced, register_op
 from flash_decoding.problem import (
     DTYPES,
     HEAD_DIM_STEP,
@@ -19,6 +20,27 @@ from flash_decoding.problem import (
     MAX_VALUE_DIM,
     MIN_HEAD_DIM,
 )
+from flash_decoding.quantization import (
+    CodeFormat,
+    KVFormat,
+    Side,
+    find_code_errors,
+    find_scale_errors,
+    find_value_errors,
+    is_number,
+    place_scale,
+    resolve_side,
+    side_of_dtype,
+    split_sides,
+)
+
+
+class Codes(NamedTuple):
+    """How one side of the cache, the keys or the values, is quantised."""
+
+    form: CodeFormat
+    scale: Tensor | None  # [B or pages, Hkv, N, parts], whatever the format has one of; None: 1
+    part: int | None  # elements of a row that get a scale, which is written; None: scales are given, one per element
 
 
 class Append(NamedTuple):
@@ -26,7 +48,7 @@ class Append(NamedTuple):
 
     k_new: Tensor  # [B, Hkv, L, D]
     v_new: Tensor  # [B, Hkv, L, Dv]
-    k_cache: Tensor  # [B, Hkv, N, D]; with a block_table [pages, Hkv, page_size, D]
+    k_cache: Tensor  # [B, Hkv, N, D]; with a block_table [pages, Hkv, page_size, D]; int4 codes are D / 2 wide
     v_cache: Tensor  # likewise, Dv wide
     kv_lens: Tensor  # [B] int32 or int64
     block_table: Tensor | None  # [B, max_pages] int32
@@ -39,6 +61,8 @@ class Append(NamedTuple):
     q_step: int  # from one query token's position to the next: 1, or 0 where all have the first one's
     capacity: int  # keys the cache can hold per sequence
     page_size: int | None  # keys per page; None: a dense cache
+    k_codes: Codes | None = None  # None: k_cache has the dtype of k_new
+    v_codes: Codes | None = None
 
 
 class AppendCall(NamedTuple):
@@ -57,6 +81,9 @@ class AppendCall(NamedTuple):
     rotary_interleaved: bool = False
     q: Tensor | None = None
     q_advances: bool = True
+    kv_format: KVFormat | str | None = None
+    k_scale: Tensor | float | None = None
+    v_scale: Tensor | float | None = None
     check: bool = False
 
 
@@ -75,19 +102,26 @@ def append_kv(
     rotary_interleaved: bool = False,
     q: Tensor | None = None,
     q_advances: bool = True,
+    kv_format: KVFormat | str | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     backend: str = "auto",
     check: bool = False,
 ) -> Tensor | None:
-    """Write new keys and values behind those that a cache holds, in place, the keys rotated on the way if wanted.
+    """Write new keys and values behind those that a cache holds, in place, rotated and quantised on the way if wanted.
 
     New token i of sequence b goes to position kv_lens[b] + i. One kernel does all of it, and rotates the queries as
     well. kv_lens stays as it is: decode with kv_lens + L (or kv_lens + new_lens).
 
+    A quantised cache gets the codes that quantize_kv(check=False) makes of the rows that would be written otherwise, in
+    the dtype of k_new. Scales per token and per group are made of the new rows and written to k_scale and v_scale in
+    the place that belongs to the token; the others are given, and what they do not cover saturates.
+
     Args:
         k_new: [B, Hkv, L, D], float16, bfloat16 or float32; any L. D a multiple of 8 from 16 to 576.
         v_new: [B, Hkv, L, Dv], dtype of k_new; Dv likewise, up to 512.
-        k_cache: [B, Hkv, N, D], written in place; dtype of k_new, any strides with the last axis contiguous. Shares no
-            memory with the other arrays.
+        k_cache: [B, Hkv, N, D], written in place; dtype of k_new, or codes of a quantised cache; any strides with the
+            last axis contiguous. Shares no memory with the other arrays.
         v_cache: [B, Hkv, N, Dv], likewise.
         kv_lens: [B] int32 or int64 on the device of k_new, keys that each sequence holds before. Never read on the
             host, so a captured CUDA graph is right for every later content. On a GPU, a token whose position is not in
@@ -108,8 +142,12 @@ def append_kv(
         q: [B, Hq, Lq, D], queries to rotate like the keys, token i by position kv_lens[b] + i (at most the last one of
             the tables); needs rotary_cos. None means none.
         q_advances: False rotates all query tokens of a sequence by position kv_lens[b].
+        kv_format: how k_cache and v_cache are quantised, as for flash_decode(); None reads it off their dtypes.
+        k_scale: as for flash_decode(). Those per token or group are written, and must not overlap themselves. None
+            means 1 for fp8 codes.
+        v_scale: likewise.
         backend: "auto", "triton" (CUDA devices) or "cpu"; a backend named here never falls back to another.
-        check: also read lengths and page ids on a GPU and refuse what the CPU refuses; synchronises.
+        check: also read lengths, page ids and given scales on a GPU and refuse what the CPU refuses; synchronises.
 
     Returns:
         The rotated queries, a new tensor like q, or None without q.
@@ -128,7 +166,7 @@ def append_kv(
     """
     call = AppendCall(
         k_new, v_new, k_cache, v_cache, kv_lens, layout, block_table, new_lens, rotary_cos, rotary_sin,
-        rotary_interleaved, q, q_advances, check,
+        rotary_interleaved, q, q_advances, kv_format, k_scale, v_scale, check,
     )  # fmt: skip
     if is_traced(k_new, k_cache, kv_lens):
         return _traced(call, backend)
@@ -138,36 +176,14 @@ def append_kv(
     return q_out
 
 
-# Calls of these signatures were found without fault.
-_accepted: set[tuple] = set()
-_MAX_ACCEPTED = 4096
+_accepted = Accepted()
 
 
 def _refuse(call: AppendCall, backend: str) -> None:
     """Raise the first reason to refuse the call."""
-    signature = _signature(call)
-    known = signature in _accepted
-    for error in _state_errors(call) if known else find_append_errors(call):
-        raise error
+    _accepted.refuse(call, find_append_errors, _state_errors)
     for error in backends.find_backend_errors(backend, call.k_new.device):
         raise error
-    if not known and signature is not None:
-        if len(_accepted) >= _MAX_ACCEPTED:
-            _accepted.clear()
-        _accepted.add(signature)
-
-
-def _signature(call: AppendCall) -> tuple | None:
-    """All that find_append_errors() looks at, apart from _state_errors(); None for arguments of no expected kind."""
-    facts: list[object] = []
-    for x in call:
-        if isinstance(x, Tensor):
-            facts += (x.shape, x.stride(), x.dtype, x.device)
-        elif x is None or isinstance(x, (str, bool)):
-            facts.append(x)
-        else:
-            return None
-    return tuple(facts)
 
 
 def _run(call: AppendCall, q_out: Tensor | None, backend: str) -> None:
@@ -182,9 +198,51 @@ def _run(call: AppendCall, q_out: Tensor | None, backend: str) -> None:
     append = Append(
         k_new, v_new, k_cache, v_cache, call.kv_lens, table, call.new_lens, call.rotary_cos, call.rotary_sin,
         call.rotary_interleaved, q, q_out, int(call.q_advances), capacity, page_size,
+        *_make_codes(call, k_cache, v_cache),
     )  # fmt: skip
     if k_new.numel() or (q is not None and q.numel()):
         backends.load(f"{backends.resolve(backend, k_new.device)}.append").append(append)
+
+
+def _make_codes(call: AppendCall, k_cache: Tensor, v_cache: Tensor) -> Iterator[Codes | None]:
+    """How keys and values are quantised; caches as Append has them."""
+    for name, side, cache in zip("kv", _sides(call), (k_cache, v_cache), strict=True):
+        if side is None:
+            yield None
+            continue
+        scale, width = getattr(call, f"{name}_scale"), getattr(call, f"{name}_new").shape[3]
+        form = resolve_side(name, side, scale, width)
+        part = (form.group or width) if _is_made(scale) else None
+        scale = place_scale(scale, cache.device)
+        if scale is not None:
+            scale = _view_scale(scale, form, call.layout, (*cache.shape[:3], width))
+        yield Codes(form, scale, part)
+
+
+def _view_scale(scale: Tensor, form: CodeFormat, layout: str, elements: tuple[int, ...]) -> Tensor:
+    """Scales as Codes has them: [B, Hkv, N, parts], or as many as there are elements."""
+    if form.scale == "tensor":
+        return scale.reshape(()).expand(elements)
+    if form.scale == "head":
+        return scale[:, None, None].expand(elements)
+    if form.scale == "channel":
+        return scale[:, None].expand(elements)
+    scale = scale.transpose(1, 2) if layout == "bnhd" else scale
+    if form.scale == "token":
+        return scale[..., None]
+    return scale[..., 0] if form.zero_point else scale
+
+
+def _is_made(scale: Tensor | float | None) -> bool:
+    """Whether scales belong to single tokens, so that they are made of new rows."""
+    return isinstance(scale, Tensor) and scale.ndim > 2
+
+
+def _sides(call: AppendCall) -> tuple[Side, Side]:
+    """What the call says of the two caches: a format, codes whose scales it leaves open, or no codes."""
+    if call.kv_format is None:
+        return side_of_dtype(call.k_cache.dtype), side_of_dtype(call.v_cache.dtype)
+    return split_sides(call.kv_format)
 
 
 def find_append_errors(call: AppendCall) -> Iterator[Exception]:
@@ -199,15 +257,18 @@ def find_append_errors(call: AppendCall) -> Iterator[Exception]:
     yield from kinds
     if kinds:
         return
-    yield from _dtype_errors(call)
+    dtypes = list(_dtype_errors(call))
+    yield from dtypes
     shapes = list(_shape_errors(call))
     yield from shapes
-    if not shapes:
+    if not dtypes and not shapes:
+        yield from _scale_errors(call)
         yield from _state_errors(call)
 
 
 _ARRAYS = ("k_new", "v_new", "k_cache", "v_cache")
 _OPTIONAL = ("block_table", "new_lens", "rotary_cos", "rotary_sin", "q")
+_SCALES = ("k_scale", "v_scale")
 
 
 def _kind_errors(call: AppendCall) -> Iterator[Exception]:
@@ -219,15 +280,25 @@ def _kind_errors(call: AppendCall) -> Iterator[Exception]:
             yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         elif x.layout != torch.strided:
             yield TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+    for name in _SCALES:
+        x = getattr(call, name)
+        if x is not None and not isinstance(x, Tensor) and not is_number(x):
+            yield TypeError(f"{name} must be a torch.Tensor, a number or None, got {type(x).__name__}")
+    try:
+        split_sides(call.kv_format)
+    except (TypeError, ValueError) as error:
+        yield error
 
 
 def _dtype_errors(call: AppendCall) -> Iterator[Exception]:
     dtype = call.k_new.dtype
     if dtype not in DTYPES:
         yield TypeError(f"k_new must be float16, bfloat16 or float32, got {dtype}")
-    for name in (*_ARRAYS[1:], "q"):
+    for name, side in zip(("k_cache", "v_cache", "v_new", "q"), (*_sides(call), None, None), strict=True):
         x = getattr(call, name)
-        if x is not None and x.dtype != dtype:
+        if side is not None:
+            yield from find_code_errors(name, side, x.dtype)
+        elif x is not None and x.dtype != dtype:
             yield TypeError(f"{name} must have the dtype of k_new, {dtype}, got {x.dtype}")
     for name in ("rotary_cos", "rotary_sin"):
         x = getattr(call, name)
@@ -266,10 +337,12 @@ def _array_errors(call: AppendCall) -> Iterator[Exception]:
     k_new, k_cache, table, q = call.k_new, call.k_cache, call.block_table, call.q
     batch, heads_kv, new, head_dim = k_new.shape[0], k_new.shape[heads], k_new.shape[length], k_new.shape[3]
     value_dim = call.v_new.shape[3]
+    packed = [2 if str(side).startswith("int4") else 1 for side in _sides(call)]  # elements in a byte
+    first, keys = k_cache.shape[0], k_cache.shape[length]
     shapes: dict[str, tuple[int, int, int, int]] = {
         "v_new": (batch, heads_kv, new, value_dim),
-        "k_cache": (batch if table is None else k_cache.shape[0], heads_kv, k_cache.shape[length], head_dim),
-        "v_cache": (k_cache.shape[0], heads_kv, k_cache.shape[length], value_dim),
+        "k_cache": (batch if table is None else first, heads_kv, keys, head_dim // packed[0]),
+        "v_cache": (first, heads_kv, keys, value_dim // packed[1]),
     }
     if q is not None:
         shapes["q"] = (batch, q.shape[heads], q.shape[length], head_dim)
@@ -299,12 +372,37 @@ def _array_errors(call: AppendCall) -> Iterator[Exception]:
             yield ValueError(f"{name} must have a contiguous last axis, got strides {list(x.stride())}")
     for name in ("k_cache", "v_cache"):
         x = getattr(call, name)
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+        if _overlaps_itself(x):
             yield ValueError(f"{name} must not overlap itself, got strides {list(x.stride())}")
     for name in (*_ARRAYS[1:], "kv_lens", *_OPTIONAL):
         x = getattr(call, name)
         if x is not None and x.device != k_new.device:
             yield ValueError(f"{name} must be on the device of k_new, {k_new.device}, got {x.device}")
+
+
+def _scale_errors(call: AppendCall) -> Iterator[Exception]:
+    """Scales that do not belong to the codes, of a call whose arrays go together otherwise."""
+    for name, side in zip("kv", _sides(call), strict=True):
+        scale, cache = getattr(call, f"{name}_scale"), getattr(call, f"{name}_cache")
+        width = getattr(call, f"{name}_new").shape[3]
+        if side is None:
+            if scale is not None:
+                yield ValueError(f"{name}_scale must be None where {name}_cache has the dtype of {name}_new, got one")
+            continue
+        if scale is None and isinstance(side, CodeFormat) and side.scale == "token":
+            yield ValueError(f"{name}_scale must be given with scales per token, which are written to it, got None")
+        try:
+            form = resolve_side(name, side, scale, width)
+        except ValueError as error:
+            yield error
+            continue
+        yield from find_scale_errors(f"{name}_scale", form, scale, cache, width, call.layout)
+        if isinstance(scale, Tensor) and _is_made(scale) and _overlaps_itself(scale):
+            yield ValueError(f"{name}_scale must not overlap itself, got strides {list(scale.stride())}")
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    return any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _rotary_errors(call: AppendCall) -> Iterator[Exception]:
@@ -332,9 +430,9 @@ def _rotary_errors(call: AppendCall) -> Iterator[Exception]:
 def _state_errors(call: AppendCall) -> Iterator[Exception]:
     """What may differ between calls of one signature: flags of tensors, and values where looking costs no wait."""
     recording = torch.is_grad_enabled()
-    for name in (*_ARRAYS, "q"):
+    for name in (*_ARRAYS, "q", *_SCALES):
         x = getattr(call, name)
-        if x is None:
+        if not isinstance(x, Tensor):
             continue
         if recording and x.requires_grad:
             yield ValueError(
@@ -342,14 +440,21 @@ def _state_errors(call: AppendCall) -> Iterator[Exception]:
             )
         if x.is_neg():
             yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
-    k_cache, v_cache = call.k_cache, call.v_cache
-    if (
-        k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel()
-        and k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride()
-    ):  # fmt: skip
-        yield ValueError("v_cache must not be k_cache: keys would be overwritten by values, got the same memory twice")
+    for what, lost in (("cache", "keys"), ("scale", "scales of keys")):
+        keys, values = getattr(call, f"k_{what}"), getattr(call, f"v_{what}")
+        if (what == "cache" or (_is_made(keys) and _is_made(values))) and _is_same_memory(keys, values):
+            yield ValueError(f"v_{what} must not be k_{what}: {lost} would be overwritten, got the same memory twice")
+    for name in _SCALES:
+        x = getattr(call, name)
+        if x is not None and (call.check or not isinstance(x, Tensor) or x.device.type == "cpu"):
+            yield from find_value_errors(name, x)
     if call.kv_lens.numel() and (call.check or call.kv_lens.device.type == "cpu"):
         yield from _value_errors(call)
+
+
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two arrays are one."""
+    return x.data_ptr() == y.data_ptr() and x.numel() > 0 and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _value_errors(call: AppendCall) -> Iterator[Exception]:
@@ -412,6 +517,20 @@ def _capacity(call: AppendCall) -> int:
     return length if call.block_table is None else length * call.block_table.shape[1]
 
 
+def _append(*arguments: Any) -> None:
+    """What the op does."""
+    *options, k_given, v_given, k_made, v_made, q_out, backend = arguments
+    scales = k_given if k_made is None else k_made, v_given if v_made is None else v_made
+    call = AppendCall._make((*options, *scales, False))
+    _refuse(call, backend)
+    if (q_out is None) != (call.q is None) or (q_out is not None and call.q is not None and (
+        q_out.shape != call.q.shape or q_out.dtype != call.q.dtype or q_out.device != call.q.device
+        or q_out.stride(-1) != 1
+    )):  # fmt: skip
+        raise ValueError("q_out must be like q, or None as well")
+    _run(call, q_out, backend)
+
+
 def _traced(call: AppendCall, backend: str) -> Tensor | None:
     """The call as a tracer sees it: one op that writes, and checks when it runs."""
     if call.check:
@@ -422,35 +541,20 @@ def _traced(call: AppendCall, backend: str) -> Tensor | None:
             "k_new, v_new, the cache and q must not require a gradient, there is no backward; use torch.no_grad()"
         )
     q_out = None if q is None else q.new_empty(q.shape)
-    torch.ops.flash_decoding.append(*call[:-1], q_out, backend)
+    kv_format = str(call.kv_format) if isinstance(call.kv_format, KVFormat) else call.kv_format
+    scales = [place_scale(x, call.k_new.device) for x in (call.k_scale, call.v_scale)]
+    given, made = ([x if _is_made(x) is want else None for x in scales] for want in (False, True))
+    torch.ops.flash_decoding.append(
+        *call[: call._fields.index("kv_format")], kv_format, *given, *made, q_out, backend
+    )  # fmt: skip
     return q_out
 
 
-_library = torch.library.Library("flash_decoding", "FRAGMENT")
-# The fields of AppendCall up to check, then the output and the backend.
-_library.define(
+# The fields of AppendCall up to check, then scales that are written in place of given ones, the output, the backend.
+register_op(
     "append(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor kv_lens, str layout, "
     "Tensor? block_table, Tensor? new_lens, Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, "
-    "Tensor? q, bool q_advances, Tensor(c!)? q_out, str backend) -> ()"
+    "Tensor? q, bool q_advances, str? kv_format, Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scales_made, "
+    "Tensor(d!)? v_scales_made, Tensor(e!)? q_out, str backend) -> ()",
+    _append,
 )
-
-
-def _append(*arguments: Any) -> None:
-    *options, q_out, backend = arguments
-    call = AppendCall._make((*options, False))
-    _refuse(call, backend)
-    if (q_out is None) != (call.q is None) or (q_out is not None and call.q is not None and (
-        q_out.shape != call.q.shape or q_out.dtype != call.q.dtype or q_out.device != call.q.device
-        or q_out.stride(-1) != 1
-    )):  # fmt: skip
-        raise ValueError("q_out must be like q, or None as well")
-    _run(call, q_out, backend)
-
-
-def _append_fake(*_arguments: Any) -> None:
-    """Nothing to infer: what is written are arguments."""
-
-
-_library.impl("append", _append, "CPU")
-_library.impl("append", _append, "CUDA")
-torch.library.register_fake("flash_decoding::append", _append_fake, lib=_library)

@@ -1,5 +1,7 @@
 """Caches to append to and to decode from: KVCache, one stretch of memory per sequence, and PagedKVCache, pages.
 
+Either may be quantised: it then holds codes and their scales, and append() makes them on the way.
+
 How long each sequence is, and which pages it has, is known on the host, so that a full cache is an error before any
 launch. A captured CUDA graph does not run the host's part: capture append_kv() and flash_decode() on the tensors.
 """
@@ -14,19 +16,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_decoding.api import flash_decode
 from flash_decoding.append import append_kv
 from flash_decoding.problem import LAYOUTS
+from flash_decoding.quantization import (
+    CodeFormat,
+    KVFormat,
+    Side,
+    find_scale_errors,
+    find_value_errors,
+    place_scale,
+    resolve_side,
+    split_sides,
+)
 
 
 class CacheFullError(RuntimeError):
     """There is no room for the new keys; nothing was written."""
 
 
-class KVCache:
+class _Storage:
+    """What both caches are made of: arrays of keys and values in a layout, as they come or as codes with scales.
+
+    Uninitialised, because nothing that was not written is ever used.
+    """
+
+    def __init__(
+        self, first: int, heads: int, length: int, head_dim: int, value_dim: int | None, dtype: torch.dtype,
+        device: torch.device | str | None, layout: str, kv_format: KVFormat | str | None,
+        k_scale: Tensor | float | None, v_scale: Tensor | float | None,
+    ) -> None:  # fmt: skip
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {list(LAYOUTS)}, got {layout!r}")
+        self.layout = layout
+        widths, middle = (head_dim, head_dim if value_dim is None else value_dim), (heads, length)
+        rows = (first, *(middle if layout == "bhnd" else middle[::-1]))
+        (self.k, self.k_scale, k), (self.v, self.v_scale, v) = (
+            _make_side(*side, rows, dtype, device, layout)
+            for side in zip("kv", split_sides(kv_format), (k_scale, v_scale), widths, strict=True)
+        )
+        self.kv_format = KVFormat(k, v) if k or v else None
+
+    @property
+    def _codes(self) -> dict[str, Any]:
+        """The arguments of append_kv() and flash_decode() that say what is in the arrays."""
+        return {
+            "layout": self.layout, "kv_format": self.kv_format, "k_scale": self.k_scale, "v_scale": self.v_scale
+        }  # fmt: skip
+
+
+class KVCache(_Storage):
     """A dense cache of a batch: memory for max_len keys per sequence, filled from the front.
 
     Attributes: k [B, Hkv, max_len, D] and v [B, Hkv, max_len, Dv] ([B, max_len, Hkv, D] for layout "bnhd"), kv_lens [B]
-    int32 on their device, lengths (the same, a list of ints on the host), layout.
+    int32 on their device, lengths (the same, a list of ints on the host), layout; kv_format, k_scale and v_scale, which
+    are None for a cache that is not quantised.
 
     Args:
         batch: sequences.
@@ -34,9 +78,13 @@ class KVCache:
         max_len: keys that each sequence has room for.
         head_dim: width of a key.
         value_dim: width of a value; None means head_dim.
-        dtype: float16, bfloat16 or float32.
+        dtype: float16, bfloat16 or float32; of keys and values that are not quantised.
         device: where; None means torch's default.
         layout: "bhnd" or "bnhd", of the cache and of what is appended.
+        kv_format: None keeps keys and values in dtype; a KVFormat or a name as in KVFormat.parse() keeps codes, whose
+            scales append() makes where there is one per token or group.
+        k_scale: the others, which must be given, as append_kv() takes them; None means 1 for fp8 codes.
+        v_scale: likewise.
 
     Example:
         >>> cache = KVCache(2, 4, 100, 64, dtype=torch.float32)
@@ -57,9 +105,14 @@ class KVCache:
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
         layout: str = "bhnd",
+        kv_format: KVFormat | str | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
     ) -> None:
-        self.layout, self.max_len = layout, max_len
-        self.k, self.v = _make_pair(batch, heads_kv, max_len, head_dim, value_dim, dtype, device, layout)
+        super().__init__(
+            batch, heads_kv, max_len, head_dim, value_dim, dtype, device, layout, kv_format, k_scale, v_scale
+        )  # fmt: skip
+        self.max_len = max_len
         self.kv_lens = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
         self.lengths = [0] * batch
 
@@ -87,12 +140,14 @@ class KVCache:
                     f"{self.max_len}"
                 )
         lens = None if new_lens is None else _to_device(counts, self.k.device)
-        rotated = append_kv(
-            k_new, v_new, self.k, self.v, self.kv_lens, layout=self.layout, new_lens=lens, **options
-        )  # fmt: skip
+        rotated = append_kv(k_new, v_new, self.k, self.v, self.kv_lens, new_lens=lens, **self._codes, **options)
         self.kv_lens += k_new.shape[_length_axis(self.layout)] if lens is None else lens
         self.lengths = [length + new for length, new in zip(self.lengths, counts, strict=True)]
         return rotated
+
+    def decode(self, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """flash_decode() of queries over the keys that every sequence holds, with any of its other options."""
+        return flash_decode(q, self.k, self.v, kv_lens=self.kv_lens, **self._codes, **options)
 
     def free(self, sequences: int | Sequence[int] | None = None) -> None:
         """Empty some sequences, one, or all (None): their memory is written anew by the next append."""
@@ -105,7 +160,7 @@ class KVCache:
         self.kv_lens.copy_(_to_device(self.lengths, self.k.device))
 
 
-class PagedKVCache:
+class PagedKVCache(_Storage):
     """A paged cache: sequences of any length share one pool of pages, and a common prefix.
 
     allocate() gives a sequence's number, append() writes to a list of sequences and takes pages as they grow, fork()
@@ -117,7 +172,8 @@ class PagedKVCache:
     either side appends to it.
 
     Attributes: k [pages, Hkv, page_size, D] and v [pages, Hkv, page_size, Dv] ([pages, page_size, Hkv, D] for layout
-    "bnhd"), layout, page_size, free_pages (how many are left).
+    "bnhd"), layout, page_size, free_pages (how many are left); kv_format, k_scale and v_scale, which are None for a
+    cache that is not quantised.
 
     Args:
         pages: pages in the pool.
@@ -125,9 +181,13 @@ class PagedKVCache:
         heads_kv: KV heads.
         head_dim: width of a key.
         value_dim: width of a value; None means head_dim.
-        dtype: float16, bfloat16 or float32.
+        dtype: float16, bfloat16 or float32; of keys and values that are not quantised.
         device: where; None means torch's default.
         layout: "bhnd" or "bnhd", of the cache and of what is appended.
+        kv_format: None keeps keys and values in dtype; a KVFormat or a name as in KVFormat.parse() keeps codes, whose
+            scales append() makes where there is one per token or group.
+        k_scale: the others, which must be given, as append_kv() takes them; None means 1 for fp8 codes.
+        v_scale: likewise.
 
     Example:
         >>> cache = PagedKVCache(32, 16, 4, 64, dtype=torch.float32)
@@ -152,11 +212,16 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
         layout: str = "bhnd",
+        kv_format: KVFormat | str | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
-        self.layout, self.page_size = layout, page_size
-        self.k, self.v = _make_pair(pages, heads_kv, page_size, head_dim, value_dim, dtype, device, layout)
+        super().__init__(
+            pages, heads_kv, page_size, head_dim, value_dim, dtype, device, layout, kv_format, k_scale, v_scale
+        )  # fmt: skip
+        self.page_size = page_size
         self._free = list(range(pages - 1, -1, -1))  # the next one is at the end
         self._users = [0] * pages  # sequences per page
         self._pages: dict[int, list[int]] = {}
@@ -235,9 +300,8 @@ class PagedKVCache:
             self._grow(sequence, new)
         try:
             rotated = append_kv(
-                k_new, v_new, self.k, self.v, self.kv_lens(sequences), layout=self.layout,
-                block_table=self.block_table(sequences),
-                new_lens=None if new_lens is None else _to_device(counts, self.k.device), **options,
+                k_new, v_new, self.k, self.v, self.kv_lens(sequences), block_table=self.block_table(sequences),
+                new_lens=None if new_lens is None else _to_device(counts, self.k.device), **self._codes, **options,
             )  # fmt: skip
         except BaseException:
             for sequence in sequences:
@@ -246,6 +310,11 @@ class PagedKVCache:
         for sequence, new in zip(sequences, counts, strict=True):
             self._lengths[sequence] += new
         return rotated
+
+    def decode(self, sequences: int | Sequence[int], q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """flash_decode() of queries [B, Hq, Lq, D] over the keys of B sequences, with any of its other options."""
+        lens, table = self.kv_lens(sequences), self.block_table(sequences)
+        return flash_decode(q, self.k, self.v, kv_lens=lens, block_table=table, **self._codes, **options)
 
     def block_table(self, sequences: int | Sequence[int]) -> Tensor:
         """[B, max_pages] int32 on the device of the cache, as wide as the longest sequence; entries past an end are 0.
@@ -280,8 +349,9 @@ class PagedKVCache:
         pages, length = self._pages[sequence], self._lengths[sequence]
         if new and length % self.page_size and self._users[pages[-1]] > 1:
             shared, pages[-1] = pages[-1], self._take()
-            self.k[pages[-1]] = self.k[shared]
-            self.v[pages[-1]] = self.v[shared]
+            for x in (self.k, self.v, self.k_scale, self.v_scale):
+                if x is not None and x.ndim > 2:  # others are not of single pages
+                    x[pages[-1]] = x[shared]
             self._release(shared)
         while len(pages) * self.page_size < length + new:
             pages.append(self._take())
@@ -310,16 +380,40 @@ class PagedKVCache:
                 raise ValueError(f"sequences must be allocated and not freed, got {sequence}")
 
 
-def _make_pair(
-    first: int, heads: int, length: int, head_dim: int, value_dim: int | None,
-    dtype: torch.dtype, device: torch.device | str | None, layout: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """k and v of a layout, uninitialised: nothing that was not written is ever used."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {list(LAYOUTS)}, got {layout!r}")
-    middle = (heads, length) if layout == "bhnd" else (length, heads)
-    k = torch.empty((first, *middle, head_dim), dtype=dtype, device=device)
-    return k, torch.empty((first, *middle, head_dim if value_dim is None else value_dim), dtype=dtype, device=device)
+def _make_side(
+    name: str, side: Side, scale: Tensor | float | None, width: int, rows: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device | str | None, layout: str,
+) -> tuple[Tensor, Tensor | None, CodeFormat | None]:  # fmt: skip
+    """Memory for keys or for values, their scales, and how both are stored. rows: the shape without the last axis."""
+    if side is None:
+        if scale is not None:
+            raise ValueError(f"{name}_scale must be None where {name} has no codes, got one")
+        return torch.empty((*rows, width), dtype=dtype, device=device), None, None
+    if isinstance(side, str):  # scales that are left open are those given, or those of KVFormat.parse()
+        side = CodeFormat.parse(side) if scale is None else resolve_side(name, side, scale, width)
+    codes = torch.empty((*rows, side.code_width(width)), dtype=side.dtype, device=device)
+    for error in find_scale_errors(f"{name}_scale", side, scale, codes, width, layout):
+        raise error
+    return codes, _make_scale(f"{name}_scale", side, scale, codes, width, layout), side
+
+
+def _make_scale(
+    name: str, form: CodeFormat, scale: Tensor | float | None, codes: Tensor, width: int, layout: str
+) -> Tensor | None:  # fmt: skip
+    """The scales of one side, as append_kv() takes them."""
+    if form.scale in ("token", "group"):
+        if scale is not None:
+            raise ValueError(f"{name} must be None for scales per {form.scale}, which append() makes, got one")
+        heads, length = (1, 2) if layout == "bhnd" else (2, 1)
+        shape = form.scale_shape(codes.shape[0], codes.shape[heads], codes.shape[length], width, layout)
+        return torch.empty(shape, dtype=form.scale_dtype, device=codes.device)
+    if scale is None:
+        if form.scale != "tensor" or not form.codes.startswith("fp8"):
+            raise ValueError(f"{name} must be given for {form.codes} codes with scales per {form.scale}, got None")
+        return None
+    for error in find_value_errors(name, scale):
+        raise error
+    return place_scale(scale, codes.device)
 
 
 def _as_list(sequences: int | Sequence[int]) -> list[int]:

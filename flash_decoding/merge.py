@@ -95,11 +95,13 @@ def _merge(outs: Tensor, lses: Tensor, natural: bool) -> tuple[Tensor, Tensor]:
 
 def _has_kernel(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], device: torch.device) -> bool:
     """Whether the states lie in memory that the kernel may read, and nobody wants a gradient."""
+    tensors = [x for states in (outs, lses) for x in ([states] if isinstance(states, Tensor) else states)]
+    if is_traced(*tensors):  # first: a tracer must not see how backends are found
+        return False
     if backends.resolve("auto", device) != "triton" or any(backends.find_backend_errors("auto", device)):
         return False
-    tensors = [x for states in (outs, lses) for x in ([states] if isinstance(states, Tensor) else states)]
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not wanted and not is_traced(*tensors) and not any(x.is_neg() for x in tensors)
+    return not wanted and not any(x.is_neg() for x in tensors)
 
 
 def _launch(

@@ -5,8 +5,18 @@ import torch
 from conftest import INTERPRETED, NO_GPU
 from helpers import DTYPES, LOOSE, describe, max_error
 
-from flash_decoding import append_kv, backends, flash_decode, reference
-from flash_decoding.append import Append
+from flash_decoding import (
+    CodeFormat,
+    KVFormat,
+    append_kv,
+    backends,
+    dequantize_kv,
+    flash_decode,
+    quantize_kv,
+    reference,
+)
+from flash_decoding.append import Append, Codes
+from flash_decoding.quantization import LARGEST_CODE, unpack_int4
 
 NAN = float("nan")
 
@@ -240,6 +250,265 @@ def test_append_then_decode(target):
         assert max_error(got, want) < LOOSE[torch.float16]
 
 
+# Quantised caches.
+
+# K per 96 elements, whose quarters are no whole groups, V per 64; 8-bit codes of other widths below.
+FORMATS = [
+    "fp8_e4m3:tensor/fp8_e5m2:head", "fp8_e4m3:channel/int8:tensor", "fp8_e5m2:token/fp8_e4m3:token",
+    "int8:token/int8:head", "int8:channel/none", "int4:group32/int4:group64", "int4:group32+zero/int4:group64+zero",
+    "none/int4:group32",
+]  # fmt: skip
+UNTOUCHED = 0xAB
+
+
+def make_wanted(k, v, kv_format, given=(None, None)):
+    """quantize_kv() of rows [first, Hkv, length, width], NaN where nothing belongs, with scales for most of it."""
+    kv_format, rows = KVFormat.parse(kv_format), [x.nan_to_num(nan=0.0) for x in (k, v)]
+    scales = list(given)
+    for i, (form, scale) in enumerate(zip((kv_format.k, kv_format.v), quantize_kv(*rows, kv_format)[2:4], strict=True)):
+        if form is not None and form.scale not in ("token", "group") and scales[i] is None:
+            scales[i] = scale * 0.7  # so that the largest saturate
+    return quantize_kv(*rows, kv_format, k_scale=scales[0], v_scale=scales[1], check=False)
+
+
+def append_codes(case, wanted, given=(None, None), **options):
+    """(codes, scales) of K and of V that append_kv() writes to caches full of one byte; [first, Hkv, length, ...]."""
+    caches, scales = [], []
+    for x, scale, number, plain in zip(
+        wanted[:2], wanted[2:4], given, (case.k_cache, case.v_cache), strict=True
+    ):  # fmt: skip
+        is_made = scale is not None and scale.ndim > 2
+        caches.append(case.flip(plain if scale is None and x.dtype == plain.dtype else filled_like(x)))
+        scales.append(case.flip(filled_like(scale)) if is_made else scale if number is None else number)
+    append_kv(
+        case.flip(case.k_new), case.flip(case.v_new), *caches, case.lens, layout=case.layout, block_table=case.table,
+        new_lens=case.new_lens, kv_format=wanted.kv_format, k_scale=scales[0], v_scale=scales[1],
+        backend=case.target.backend, **options,
+    )  # fmt: skip
+    made = [None if x is None or not hasattr(x, "ndim") or x.ndim < 3 else case.flip(x) for x in scales]
+    return [(case.flip(codes), scale) for codes, scale in zip(caches, made, strict=True)]
+
+
+def filled_like(x):
+    return torch.full(x.shape, UNTOUCHED, dtype=torch.uint8, device=x.device).view(x.dtype) if x.itemsize == 1 else (
+        torch.full_like(x, NAN)
+    )  # fmt: skip
+
+
+def steps(codes, form):
+    """Codes as whole numbers in the order of what they mean, where neighbours differ by 1; none for a plain side."""
+    if form.codes == "int4":
+        return unpack_int4(codes).long()
+    if form.codes == "int8":
+        return codes.long()
+    bits = codes.view(torch.uint8).long()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def assert_codes(got, wanted, written, most=0):
+    """Codes within `most` steps of those wanted, scales likewise equal, where rows were written; no byte elsewhere."""
+    forms = wanted.kv_format.k, wanted.kv_format.v
+    for (codes, made), want, scale, form in zip(got, wanted[:2], wanted[2:4], forms, strict=True):
+        if form is None:
+            assert torch.equal(codes[written], want[written])
+            assert bool(codes[~written].isnan().all())
+            continue
+        assert int((steps(codes, form) - steps(want, form))[written].abs().max()) <= most
+        assert bool((codes.view(torch.uint8)[~written] == UNTOUCHED).all()), "only the slots of new tokens are written"
+        if made is not None:
+            error = (made.double() - scale.double())[written].abs()
+            assert bool((error <= most * scale.double()[written].abs() * 2.0**-8).all())
+            assert bool(made[~written].isnan().all())
+
+
+def rows_without_codes(case, **options):
+    """What append_kv() writes to a cache that is not quantised, and where."""
+    k, v, _ = case.run(**options)
+    return k, v, ~v.isnan().any(-1)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("cache", [{}, {"page_size": 7}], ids=describe)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_codes_are_those_of_quantize_kv(target, kv_format, cache, layout):
+    sizes = {"head_dim": 96, "value_dim": 64, "heads_kv": 2, "new_lens": (4, 0, 3)}
+    case = Case(target, torch.float16, layout=layout, **sizes, **cache)
+    case.k_new[0, 1], case.v_new[2, 0, 1] = 0.0, 0.0
+    k, v, written = rows_without_codes(case)
+    wanted = make_wanted(k, v, kv_format)
+    assert_codes(append_codes(case, wanted), wanted, written)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize(
+    ("kv_format", "head_dim", "value_dim"),
+    [("fp8_e4m3:channel/int8:token", 24, 40), ("int8:token/fp8_e5m2:token", 576, 16),
+     ("int4:group128+zero/int4:group32", 128, 32)],
+)  # fmt: skip
+def test_codes_of_rotated_keys(target, kv_format, head_dim, value_dim, dtype):
+    """They are those of the rows as an unquantised cache would hold them, rounded to the dtype after the rotation."""
+    case = Case(target, dtype, head_dim=head_dim, value_dim=value_dim, heads_kv=2, page_size=7)
+    cos, sin = make_tables(case.capacity, 16, torch.float32, target.device)
+    options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": True}
+    k, v, written = rows_without_codes(case, **options)
+    wanted = make_wanted(k, v, kv_format)
+    # On a GPU the compiler may round a product and a sum of the rotation as one in one of the two kernels alone. That
+    # moves a key by one last place, so the code by one step where it was next to a tie, and the scale as little.
+    most = 1 if target.device == "cuda" else 0
+    assert_codes(append_codes(case, wanted, **options), wanted, written, most)
+
+
+def every_half(device):
+    """All values of float16, NaN and infinity among them, [1, 1, 128, 512]."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16)
+    return bits.view(torch.float16).view(1, 1, 128, 512)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3/fp8_e5m2", "int8:tensor/int8:tensor"])
+def test_every_half_becomes_the_nearest_code(target, kv_format):
+    x, lens = every_half(target.device), torch.zeros(1, dtype=torch.int32, device=target.device)
+    # For int8 scales below and above 1, so that ties and saturation are among the values.
+    scales = (None, None) if kv_format.startswith("fp8") else (0.5, 3.0)
+    wanted = quantize_kv(x, x, kv_format, k_scale=scales[0] or 1.0, v_scale=scales[1] or 1.0, check=False)
+    caches = [torch.zeros_like(codes) for codes in wanted[:2]]
+    append_kv(x, x, *caches, lens, kv_format=kv_format, k_scale=scales[0], v_scale=scales[1], backend=target.backend)
+    for codes, want in zip(caches, wanted[:2], strict=True):
+        assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+        assert bool((codes.view(torch.uint8)[x.isnan()] == 0).all())
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=describe)
+def test_ties_between_fp8_codes_go_to_the_even_one(target, dtype):
+    """Halfway between neighbours and next to it on either side, in float32, where float16 has no such values."""
+    codes = torch.arange(128, dtype=torch.uint8, device=target.device).view(dtype).float()
+    codes = codes[codes <= LARGEST_CODE[{torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}[dtype]]]
+    ties = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat([ties, ties.nextafter(codes[1:]), ties.nextafter(codes[:-1]), codes, torch.full_like(codes[:1], NAN)])
+    x = torch.cat([x, -x])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(1, 1, -1, 64)
+    cache = torch.zeros(x.shape, dtype=dtype, device=target.device)
+    lens = torch.zeros(1, dtype=torch.int64, device=target.device)
+    append_kv(x, x, cache, cache.clone(), lens, backend=target.backend)  # the dtype says what it holds
+    assert torch.equal(cache.view(torch.uint8), x.nan_to_num(nan=0.0).to(dtype).view(torch.uint8))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "kv_format", ["int8:token/fp8_e4m3:token", "int4:group32/int4:group32+zero", "fp8_e5m2:token/fp8_e5m2:token"]
+)
+def test_scales_are_made_of_finite_values(target, kv_format):
+    inf, huge, tiny = float("inf"), 3e38, 1e-42
+    rows = torch.randn(12, 64)
+    for i, special in enumerate((NAN, inf, -inf, 0.0, huge, -huge, tiny, 1e-7)):
+        rows[i, ::5] = special
+    rows[8], rows[9], rows[10], rows[11, 1:] = NAN, inf, tiny, 0.0
+    x = rows.view(1, 1, 12, 64).to(target.device)
+    wanted = quantize_kv(x, x, kv_format, check=False)
+    caches, scales = [torch.zeros_like(x) for x in wanted[:2]], [torch.full_like(x, NAN) for x in wanted[2:4]]
+    lens = torch.zeros(1, dtype=torch.int32, device=target.device)
+    append_kv(x, x, *caches, lens, kv_format=kv_format, k_scale=scales[0], v_scale=scales[1], backend=target.backend)
+    for got, want in zip(caches, wanted[:2], strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    for got, want in zip(scales, wanted[2:4], strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.interpreter
+def test_scales_may_be_numbers(target):
+    """As for flash_decode(): a number, a tensor of one number, also one on a CPU; codes may be stored as uint8."""
+    case = Case(target, torch.float16, head_dim=16, value_dim=16, new=1)
+    k, v, written = rows_without_codes(case)
+    wanted = make_wanted(k, v, "fp8_e4m3", (0.25, 0.5))
+    for number in (0.25, torch.tensor(0.25), torch.full((1,), 0.25, device=target.device)):
+        assert_codes(append_codes(case, wanted, (number, 0.5)), wanted, written)
+    stored = wanted._replace(k=wanted.k.view(torch.uint8), v=wanted.v.view(torch.uint8))
+    assert_codes(append_codes(case, stored, (0.25, 0.5)), stored, written)
+
+
+@pytest.mark.interpreter
+def test_scales_of_other_strides(target):
+    """Scales per token in a slice of a larger array; the rest of it stays as it is."""
+    x = torch.randn(2, 2, 3, 16, device=target.device)
+    room = torch.full((2, 4, 9, 2), NAN, device=target.device)
+    k_scale, v_scale = room[:, 1:3, 1:, 0], room[:, 1:3, 1:, 1]
+    caches = [torch.zeros(2, 2, 8, 16, dtype=torch.int8, device=target.device) for _ in "kv"]
+    lens = torch.tensor([0, 5], device=target.device)
+    options = {"k_scale": k_scale, "v_scale": v_scale, "kv_format": "int8:token"}
+    append_kv(x, 2 * x, *caches, lens, backend=target.backend, **options)
+    wanted = quantize_kv(x, 2 * x, "int8")
+    for b, start in enumerate((0, 5)):
+        assert torch.equal(k_scale[b, :, start : start + 3], wanted.k_scale[b])
+        assert torch.equal(v_scale[b, :, start : start + 3], wanted.v_scale[b])
+    assert int((~room.isnan()).sum()) == 2 * 2 * 2 * 3
+
+
+@pytest.mark.interpreter
+def test_the_kernels_write_no_codes_nor_scales_out_of_bounds(target):
+    name = backends.resolve(target.backend, torch.device(target.device))
+    lens = torch.tensor([8, 100, -1, 0], device=target.device)
+    table = torch.tensor([[0, 1], [0, 1], [0, 1], [-1, 3]], dtype=torch.int32, device=target.device)
+    new = torch.randn(4, 2, 2, 32, device=target.device)
+    codes, packed = (torch.full((5, 2, 4, n), UNTOUCHED, dtype=torch.uint8, device=target.device) for n in (32, 16))
+    scales, groups = (torch.full((5, 2, 4, 2), NAN, dtype=x, device=target.device) for x in (torch.float32, torch.half))
+    append = Append(
+        new, new, codes[1:-1].view(torch.int8), packed[1:-1], lens, table, None, None, None, False, None, None, 1, 8, 4,
+        Codes(CodeFormat("int8", "token"), scales[1:-1, :, :, :1], 32),
+        Codes(CodeFormat("int4", "group", 32, True), groups[1:-1, :, :, :1], 32),
+    )  # fmt: skip
+    backends.load(f"{name}.append").append(append)
+    assert bool((codes == UNTOUCHED).all())
+    assert bool((packed == UNTOUCHED).all())
+    assert bool(scales.isnan().all())
+    assert bool(groups.isnan().all())
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4:group32+zero"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_append_codes_then_decode(target, layout, kv_format):
+    case = Case(target, torch.float16, layout=layout, head_dim=64, value_dim=32, lens=(0, 0), new=18, page_size=7)
+    k, v, _ = rows_without_codes(case)
+    wanted = make_wanted(k, v, kv_format, (0.02, 0.02) if kv_format == "fp8" else (None, None))
+    (k_codes, k_scale), (v_codes, v_scale) = append_codes(case, wanted)
+    options = {
+        "layout": layout, "kv_format": wanted.kv_format, "kv_lens": case.lens + 18, "block_table": case.table,
+        "k_scale": wanted.k_scale if k_scale is None else case.flip(k_scale),
+        "v_scale": wanted.v_scale if v_scale is None else case.flip(v_scale),
+    }  # fmt: skip
+    q = case.flip(torch.randn(2, 6, 1, 64, device=target.device, dtype=torch.float16))
+    caches = case.flip(k_codes), case.flip(v_codes)
+    got = flash_decode(q, *caches, backend=target.backend, **options)
+    assert max_error(got, reference(q, *caches, **options)) < LOOSE[torch.float16]
+    plain = {name: options[name] for name in ("layout", "kv_lens", "block_table")}
+    # The codes are those of these keys and values: a cache that is not quantised decodes to nearly the same.
+    assert max_error(got, reference(q, *(case.flip(x.nan_to_num(nan=0.0)) for x in (k, v)), **plain)) < 0.25
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4:group32"])
+def test_torch_compile_writes_codes_and_scales(target, kv_format):
+    case = Case(target, torch.float32, lens=(0, 5), new=2, head_dim=32, value_dim=32)
+    k, v, written = rows_without_codes(case)
+    wanted = make_wanted(k, v, kv_format, (0.02, 0.02) if kv_format == "fp8" else (None, None))
+    caches = [filled_like(x) for x in wanted[:2]]
+    scales = [x if x.ndim == 0 else filled_like(x) for x in wanted[2:4]]
+
+    def step(k_new, v_new, k_cache, v_cache, k_scale, v_scale, lens):
+        options = {"kv_format": wanted.kv_format, "k_scale": k_scale, "v_scale": v_scale}
+        append_kv(k_new * 1.0, v_new, k_cache, v_cache, lens, **options)
+        return dequantize_kv(k_cache, v_cache, **options)[0] + 0.0
+
+    with torch.no_grad():
+        seen = torch.compile(step, fullgraph=True)(case.k_new, case.v_new, *caches, *scales, case.lens)
+    made = [None if x.ndim == 0 else x for x in scales]
+    assert_codes(list(zip(caches, made, strict=True)), wanted, written)
+    assert max_error(seen[written], dequantize_kv(*wanted[:2], wanted.kv_format, k_scale=wanted.k_scale,
+                                                  v_scale=wanted.v_scale)[0][written]) == 0.0  # fmt: skip
+
+
 @pytest.mark.compiles
 def test_torch_compile_records_one_op_that_writes(target):
     case = Case(target, torch.float32, lens=(0, 5), new=1)
@@ -270,9 +539,16 @@ def test_the_schema_holds(target):
     q = torch.randn(2, 6, 2, 24, device=target.device)
     arguments = (
         case.k_new, case.v_new, torch.zeros_like(case.k_cache), torch.zeros_like(case.v_cache), case.lens, "bhnd",
-        None, None, cos, sin, True, q, True, torch.zeros_like(q), "auto",
+        None, None, cos, sin, True, q, True, None, None, None, None, None, torch.zeros_like(q), "auto",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flash_decoding.append.default, arguments)
+    codes = torch.zeros(case.k_cache.shape, dtype=torch.int8, device=target.device)
+    scale, scales = torch.tensor(0.5, device=target.device), torch.zeros(codes.shape[:3], device=target.device)
+    quantised = (
+        case.k_new, case.k_new, codes, codes.clone(), case.lens, "bhnd", None, None, None, None, False, None, True,
+        "int8", scale, None, None, scales, None, "auto",
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.flash_decoding.append.default, quantised)
     with pytest.raises(ValueError, match="q_out must be like q"):
         torch.ops.flash_decoding.append(*arguments[:-2], None, "auto")
 
@@ -311,31 +587,37 @@ def test_a_captured_graph_is_right_for_later_lengths_and_tables():
 @pytest.mark.parametrize("options", [False, True], ids=["dense", "paged-rotated"])
 def test_the_kernel_compiles_and_does_not_spill(options, head_dim, value_dim, dtype, arch):
     pytest.importorskip("triton")
-    from compiling import NAMES, _compile
+    from compiling import compile_append
 
-    from flash_decoding.backends.triton.append import _WARPS, _append_kernel, choose_rows
-
-    block_r, block_d = choose_rows(head_dim, value_dim)
-    x, stride, maybe = f"*{NAMES[dtype]}", ("i32", "i32", "i32"), "constexpr"
-    pointers = ("k_new", "v_new", "k", "v") + (("q", "q_out") if options else ())
-    signature = {f"{name}_ptr": x for name in pointers} | {
-        f"{name}_stride": stride for name in ("k_new", "v_new", "k", "v", "q", "q_out")
-    }
-    signature |= dict.fromkeys(("block_table_ptr", "new_lens_ptr"), "*i32" if options else maybe)
-    signature |= dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if options else maybe)
-    signature |= dict.fromkeys(
-        ("block_table_step", "cos_step", "sin_step", "L", "Lq", "Hkv", "Hq", "capacity", "pages", "positions", "q_step",
-         "tiles"), "i32"
+    built = compile_append(
+        dtype, head_dim, arch, value_dim=value_dim, page_size=16 if options else None, queries=options,
+        rotary="interleaved" if options else None, rotary_dim=64, new_lens=options,
     )  # fmt: skip
-    constants = {
-        "D": head_dim, "DV": value_dim, "ROTARY_DIM": 64 if options else 0, "INTERLEAVED": options,
-        "PAGE_SIZE": 16 if options else None, "BLOCK_R": block_r, "BLOCK_D": block_d,
-    }  # fmt: skip
-    built = _compile(_append_kernel, {**signature, "kv_lens_ptr": "*i32"}, constants, arch, _WARPS, 1)
     assert built.spills == 0
     assert built.stack_bytes == 0
     assert built.shared_bytes <= 48 * 1024
     assert "st.global.v4.b32" in built.ptx, "16 bytes a thread"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=describe)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 128), (96, 192), (576, 512)])
+@pytest.mark.parametrize(
+    "kv_format", ["fp8_e4m3:tensor/fp8_e5m2:token", "int8:channel/int8:token", "int4:group32/int4:group64+zero"]
+)
+def test_quantising_compiles_and_does_not_spill(kv_format, head_dim, value_dim, dtype, arch):
+    pytest.importorskip("triton")
+    from compiling import compile_append
+
+    built = compile_append(
+        dtype, head_dim, arch, value_dim=value_dim, page_size=16, rotary="halves", rotary_dim=64, queries=True,
+        kv_format=KVFormat.parse(kv_format),
+    )  # fmt: skip
+    assert built.spills == 0
+    assert built.stack_bytes == 0
+    assert built.shared_bytes <= 48 * 1024
+    assert "e4m3" not in built.ptx, "made of integers, also where there is an instruction"
 
 
 def bad(**changes):
@@ -354,7 +636,14 @@ def bad(**changes):
     return {**call, **changes}
 
 
-TWICE = torch.zeros(2, 3, 8, 16)
+def bad_codes(kv_format="int8", dtype=torch.int8, width=16, **changes):
+    """The same for a quantised cache, with scales per token."""
+    codes = [torch.zeros(2, 3, 8, width, dtype=dtype) for _ in "kv"]
+    scales = {"k_scale": torch.zeros(2, 3, 8), "v_scale": torch.zeros(2, 3, 8)}
+    return bad(**{"k_cache": codes[0], "v_cache": codes[1], "kv_format": kv_format, **scales, **changes})
+
+
+TWICE, ROWS = torch.zeros(2, 3, 8, 16), torch.zeros(2, 3, 8)
 X, WIDE, HALF = torch.zeros(2, 3, 1, 16), torch.zeros(8, 9), torch.zeros(8, 8).half()
 BAD = {
     "layout": (bad(layout="nhd"), ValueError, "layout must be one of"),
@@ -389,6 +678,24 @@ BAD = {
     "q-width": (bad(tables=True, q=torch.zeros(2, 3, 1, 24)), ValueError, "q must have shape"),
     "gradient": (bad(k_new=X.clone().requires_grad_()), ValueError, "k_new must not require a gradient"),
     "flag": (bad(rotary_interleaved=1), TypeError, "rotary_interleaved must be a bool"),
+    "format": (bad_codes(kv_format="int2"), ValueError, "kv_format must name a format"),
+    "format-kind": (bad_codes(kv_format=8), TypeError, "kv_format must be a KVFormat, a str or None"),
+    "format-dtype": (bad_codes(kv_format="fp8"), TypeError, "k_cache must be float8_e4m3fn or uint8 for fp8_e4m3"),
+    "no-format": (bad_codes(kv_format=None, dtype=torch.uint8), TypeError, "k_cache must have the dtype of k_new"),
+    "packed-width": (bad_codes(kv_format="int4", dtype=torch.uint8), ValueError, "k_cache must have shape .*, 8., got"),
+    "scale-kind": (bad_codes(k_scale="1"), TypeError, "k_scale must be a torch.Tensor, a number or None, got str"),
+    "no-scale": (bad_codes(v_scale=None), ValueError, "v_scale must be given with int8 codes, got None"),
+    "no-scale-to-write": (bad_codes("fp8:token", torch.uint8, k_scale=None), ValueError, "k_scale must be given with"),
+    "scale-alone": (bad(k_scale=ROWS), ValueError, "k_scale must be None where k_cache has the dtype"),
+    "scale-shape": (bad_codes(k_scale=ROWS[:, :, 1:]), ValueError, "k_scale must have shape .2, 3, 8. for scales per"),
+    "scale-dtype": (bad_codes(v_scale=ROWS.half()), TypeError, "v_scale must be float32 for scales per token"),
+    "scale-overlap": (bad_codes(k_scale=torch.zeros(2, 3, 1).expand(-1, -1, 8)), ValueError,
+                      "k_scale must not overlap itself"),
+    "scale-zero": (bad_codes(k_scale=torch.tensor([1.0, 0.0, 1.0])), ValueError, "k_scale must be finite and not 0"),
+    "scale-nan": (bad_codes(v_scale=NAN), ValueError, "v_scale must be finite and not 0"),
+    "scale-gradient": (bad_codes(k_scale=ROWS.clone().requires_grad_()), ValueError, "k_scale must not require a grad"),
+    "scales-twice": (bad_codes(k_scale=ROWS, v_scale=ROWS[:]), ValueError, "v_scale must not be k_scale"),
+    "channel-values": (bad_codes(v_scale=torch.ones(3, 16)), ValueError, "v_scale must have at most 3 axes"),
     "backend": (bad(backend="cuda"), ValueError, "backend must be one of"),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from helpers import LOOSE, max_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_decoding import KVCache, PagedKVCache, append_kv, flash_decode, reference
+from flash_decoding import KVCache, KVFormat, PagedKVCache, append_kv, flash_decode, quantize_kv, reference
 from flash_decoding.caches import CacheFullError
 
 HEADS, WIDTH, VALUE_WIDTH = 2, 16, 24
@@ -68,6 +68,127 @@ def test_forks_of_a_paged_cache_decode(target, layout):
         k, v = (x.transpose(0, 1)[None] for x in held(cache, sequence))
         want = reference(q[b : b + 1], k, v)
         assert max_error((got if layout == "bhnd" else got.transpose(1, 2))[b : b + 1], want) < LOOSE[torch.float16]
+
+
+# Scales per token and group, which the caches make; per head, channel and tensor, which are given.
+QUANTISED = [
+    ("int8", None, None),
+    ("int4:group32+zero/int4:group32", None, None),
+    ("fp8_e4m3:token/fp8_e5m2", None, None),
+    ("int8:channel/none", torch.full((HEADS, 32), 0.03), None),
+    ("fp8:head/int8:head", torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.04])),
+]
+
+
+def wide_tokens(batch, count, layout, device):
+    k, v = (torch.randn(batch, HEADS, count, 32, device=device).half() for _ in "kv")
+    return (k, v) if layout == "bhnd" else (k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
+
+
+def on_device(x, device):
+    return None if x is None else x.to(device)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(("kv_format", "k_scale", "v_scale"), QUANTISED)
+def test_a_quantised_dense_cache_holds_the_codes_of_what_came(target, kv_format, k_scale, v_scale, layout):
+    k_scale, v_scale = on_device(k_scale, target.device), on_device(v_scale, target.device)
+    options = {"device": target.device, "layout": layout, "k_scale": k_scale, "v_scale": v_scale}
+    cache = KVCache(2, HEADS, 9, 32, kv_format=kv_format, **options)
+    assert cache.kv_format == KVFormat.parse(kv_format)
+    k, v = wide_tokens(2, 9, layout, target.device)
+    length = 2 if layout == "bhnd" else 1
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        cache.append(*(x.narrow(length, start, stop - start) for x in (k, v)), backend=target.backend)
+    v_scale = 1.0 if kv_format.endswith("fp8_e5m2") else v_scale  # which None means there
+    wanted = quantize_kv(k, v, kv_format, layout=layout, k_scale=k_scale, v_scale=v_scale)
+    for got, want in zip((cache.k, cache.v, cache.k_scale, cache.v_scale), wanted[:4], strict=True):
+        assert got is None or torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(("kv_format", "k_scale", "v_scale"), QUANTISED)
+def test_forks_of_a_quantised_cache_share_codes_and_scales(target, kv_format, k_scale, v_scale, layout):
+    options = {
+        "device": target.device, "layout": layout, "kv_format": kv_format, "k_scale": on_device(k_scale, target.device),
+        "v_scale": on_device(v_scale, target.device),
+    }  # fmt: skip
+    paged, dense = PagedKVCache(6, 4, HEADS, 32, **options), KVCache(2, HEADS, 12, 32, **options)
+    prompt = wide_tokens(1, 6, layout, target.device)
+    first = paged.allocate()
+    paged.append(first, *prompt, backend=target.backend)
+    both = [first, paged.fork(first)]
+    after = wide_tokens(2, 3, layout, target.device)
+    paged.append(both, *after, backend=target.backend)
+    assert paged.free_pages == 1, "the first page is shared, the second was copied"
+    dense.append(*(x.expand(2, -1, -1, -1) for x in prompt), backend=target.backend)
+    dense.append(*after, backend=target.backend)
+    table, length = paged.block_table(both), 2 if layout == "bhnd" else 1
+    for pool, rows in ((paged.k, dense.k), (paged.v, dense.v), (paged.k_scale, dense.k_scale),
+                       (paged.v_scale, dense.v_scale)):  # fmt: skip
+        if pool is None or pool.ndim < 3:
+            continue
+        for b in range(2):
+            held = torch.cat([pool.view(torch.uint8)[page] for page in table[b].tolist()], dim=length - 1)
+            want = rows.view(torch.uint8)[b]
+            assert torch.equal(held.narrow(length - 1, 0, 9), want.narrow(length - 1, 0, 9))
+    for sequence in both:
+        paged.free(sequence)
+    assert paged.free_pages == 6
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(
+    ("kv_format", "k_scale", "v_scale"),
+    [("int8", None, None), ("fp8:head", torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.04])), (None, None, None)],
+)
+def test_decode_passes_on_what_the_cache_holds(target, kv_format, k_scale, v_scale, layout):
+    k_scale, v_scale = on_device(k_scale, target.device), on_device(v_scale, target.device)
+    options = {"layout": layout, "kv_format": kv_format, "k_scale": k_scale, "v_scale": v_scale}
+    dense = KVCache(2, HEADS, 12, 32, device=target.device, **options)
+    paged = PagedKVCache(6, 4, HEADS, 32, device=target.device, **options)
+    sequences = [paged.allocate(), paged.allocate()]
+    k, v = wide_tokens(2, 10, layout, target.device)
+    dense.append(k, v, new_lens=[10, 7], backend=target.backend)
+    paged.append(sequences, k, v, new_lens=[10, 7], backend=target.backend)
+    q = torch.randn(2, 4, 1, 32, device=target.device).half()
+    q = q if layout == "bhnd" else q.transpose(1, 2)
+    out, lse = dense.decode(q, return_lse=True, softcap=5.0, backend=target.backend)
+    again = paged.decode(sequences, q, softcap=5.0, backend=target.backend)
+    want, want_lse = reference(
+        q, dense.k, dense.v, layout=layout, kv_lens=dense.kv_lens, kv_format=dense.kv_format, k_scale=dense.k_scale,
+        v_scale=dense.v_scale, softcap=5.0, return_lse=True,
+    )  # fmt: skip
+    assert max_error(out, want) < LOOSE[torch.float16]
+    assert max_error(again, want) < LOOSE[torch.float16]
+    assert max_error(lse, want_lse) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"kv_format": "int8", "k_scale": torch.ones(1, HEADS, 4)}, ValueError, "k_scale must be None for scales per"),
+        ({"kv_format": "int8:tensor"}, ValueError, "k_scale must be given for int8 codes with scales per tensor"),
+        ({"kv_format": "fp8/fp8:head"}, ValueError, "v_scale must be given for fp8_e4m3 codes with scales per head"),
+        ({"kv_format": "fp8", "k_scale": 0.0}, ValueError, "k_scale must be finite and not 0"),
+        ({"kv_format": "int8:head", "k_scale": torch.ones(3)}, ValueError, r"k_scale must have shape \[2\] for scales"),
+        ({"kv_format": "int4:group64"}, ValueError, "group must divide the width of k, 32, got 64"),
+        ({"kv_format": "int3"}, ValueError, "kv_format must name a format"),
+        ({"k_scale": 1.0}, ValueError, "k_scale must be None where k has no codes, got one"),
+    ],
+)
+def test_formats_and_scales_that_do_not_fit_are_refused(options, kind, message):
+    for make in (lambda **x: KVCache(1, HEADS, 4, 32, **x), lambda **x: PagedKVCache(1, 4, HEADS, 32, **x)):
+        with pytest.raises(kind, match=message):
+            make(**options)
+
+
+def test_a_format_without_scales_takes_them_as_they_come():
+    cache = KVCache(1, HEADS, 4, 32, kv_format="fp8", k_scale=torch.ones(HEADS, 32), v_scale=0.5)
+    assert cache.kv_format == KVFormat.parse("fp8:channel/fp8:tensor")
+    assert cache.v_scale.item() == 0.5
 
 
 def test_a_full_dense_cache_refuses_and_keeps_what_it_has():
