@@ -54,8 +54,21 @@ def plan(
     num_splits: Annotated[
         int | None, typer.Option(help="Splits per problem; default: what the library chooses.")
     ] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(help="Spread the cache over so many GPUs: time, scaling, and where more stop paying. Repeatable."),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="With --ranks, what connects a host's GPUs: nvlink4, pcie4, ...; default: theirs."),
+    ] = None,
+    gpus_per_host: Annotated[int, typer.Option(help="With --ranks.")] = 8,
+    measured: Annotated[
+        Path | None, typer.Option(help="With --ranks and --plot: draw this result file of bench beside it.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the processors over time as PLOT.png and PLOT.svg (one shape).")
+        Path | None,
+        typer.Option(help="Draw the processors over time, or with --ranks the scaling, as PLOT.png and PLOT.svg."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
 ) -> None:
@@ -76,9 +89,13 @@ def plan(
         require_supported(shapes, num_splits)
         if plot is not None and len(shapes) > 1:
             fail(f"--plot must be given with one shape, got {len(shapes)}")
+        _require_ranks(ranks, cpu, link, gpus_per_host, measured)
         target = _Cpu() if cpu else _FoundGpu(gpu[0] if gpu else None)
+        if ranks and isinstance(target, _FoundGpu):
+            _plan_ranks(shapes, dtype, ranks, link, gpus_per_host, target, plot, json, measured)
+            return
     except ValueError as error:
-        refuse(error, shape="SHAPE")
+        refuse(error, shape="SHAPE", link="--link")
     console.print(target.description, highlight=False)
     reports = [_report(one, dtype, num_splits, target) for one in shapes]
     for report in reports:
@@ -87,6 +104,53 @@ def plan(
         write_json(json, _numbers(reports, target))
     if plot is not None:
         _draw(plot, reports[0], target)
+
+
+def _require_ranks(
+    ranks: list[int] | None, cpu: bool, link: str | None, gpus_per_host: int, measured: Path | None
+) -> None:
+    """Refuse what does not go with --ranks, or without it."""
+    if not ranks:
+        for option, value in (("--link", link), ("--measured", measured)):
+            if value is not None:
+                fail(f"{option} must be given with --ranks")
+        return
+    if cpu:
+        fail("--cpu must be given without --ranks, which is about GPUs")
+    if not all(1 <= count <= 4096 for count in ranks):
+        fail(f"--ranks must be from 1 to 4096, got {', '.join(map(str, ranks))}")
+    if gpus_per_host < 1:
+        fail(f"--gpus-per-host must be at least 1, got {gpus_per_host}")
+
+
+def _plan_ranks(
+    shapes: list[Shape], dtype: str, ranks: list[int], link: str | None, gpus_per_host: int, target: _FoundGpu,
+    plot: Path | None, json: Path | None, measured: Path | None,
+) -> None:  # fmt: skip
+    """Predict each shape on one rank, on those asked for, and on the powers of two between."""
+    from flash_decoding.bench.plots import save
+    from flash_decoding.cli import plan_ranks
+    from flash_decoding.distributed.cost import find_network
+
+    network = find_network(link, target.gpu.compute_capability, gpus_per_host)
+
+    def decode_us(shape: Shape) -> float:
+        sizes, splits, block_n, machine = target.choose(shape, dtype, None)
+        return predict(sizes, splits, block_n, machine).total_us
+
+    console.print(target.description, highlight=False)
+    numbers = []
+    for shape in shapes:
+        predictions = plan_ranks.predict_each(shape, dtype, ranks, network, target.gb_per_s, decode_us)
+        console.print(plan_ranks.ranks_table(shape, predictions, network))
+        numbers.append({"shape": asdict(shape), **plan_ranks.ranks_numbers(predictions, network)})
+        if plot is not None:
+            title = f"{shape} on {target.name}s, {network.inside.name}"
+            speedups = {} if measured is None else plan_ranks.measured_speedups(measured, shape)
+            for written in save(plan_ranks.ranks_figure(shape, predictions, title, speedups), plot):
+                console.print(f"wrote {written}")
+    if json is not None:
+        write_json(json, {"device": target.name, "reachable_gb_per_s": target.gb_per_s, "plans": numbers})
 
 
 class _FoundGpu:

@@ -1,0 +1,352 @@
+"""context_parallel_decode(): every rank decodes its shard of the cache, and the states are merged by log-sum-exp.
+
+A state is out in float32 and its lse, one behind the other in one message, written there by the kernels themselves. An
+all-gather brings the states of all ranks to each, where they lie as merge_states() wants them, and one kernel merges
+them. Or an all-to-all brings to each rank the states of its heads (a reduce-scatter whose sum is the merge); a
+replicated output is gathered then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_decoding.distributed.agreement import Members, find_members
+from flash_decoding.distributed.cost import choose_way
+from flash_decoding.distributed.local import State, decode_shard
+from flash_decoding.distributed.request import (
+    Request,
+    capacity_of,
+    facts_of,
+    find_refusals,
+    knows_positions,
+    needs_no_positions,
+    signature_of,
+    value_dim_of,
+)
+from flash_decoding.distributed.sharding import (
+    LocalCall,
+    Place,
+    Sequences,
+    Shard,
+    arrays_of,
+    find_limit,
+    localise,
+    parse_shard,
+    place_shard,
+)
+from flash_decoding.merge import merge_states
+from flash_decoding.op import is_traced
+
+# Floats: states begin at multiples of 64 bytes, so that the merge reads them in vectors.
+_MESSAGE_STEP = 16
+# The collectives by their newer names, where torch has them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all = dist.all_to_all_single
+
+
+class PendingDecode:
+    """A decode step whose states are on their way; see async_op of context_parallel_decode()."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Tensor | tuple[Tensor, Tensor]:
+        """The result, merged on the current stream; a GPU waits for the states there, the host does not."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+def context_parallel_decode(
+    q: Tensor,
+    k_shard: Tensor,
+    v_shard: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    shard: Shard = "contiguous",
+    output: str = "replicated",
+    communicate: str = "auto",
+    async_op: bool = False,
+    kv_lens: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    q_lens: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor] | PendingDecode:
+    """flash_decode() over a cache whose keys are spread over the ranks of a group. Every rank of the group calls it.
+
+    The result is that of flash_decode() on the whole cache. What describes keys is about this rank's shard: k_shard,
+    v_shard, block_table, key_mask, scales of a quantised cache. What describes sequences is about the whole ones and
+    must be the same on every rank: q, lengths, starts, windows, slopes, sinks, trees. Shards may be empty.
+
+    The first call with a signature (shapes, dtypes, options) compares it between the ranks and raises on all of them
+    where they differ or one refuses. From then on nothing is exchanged but the states, nothing is read on the host and
+    message buffers are there, so a call can be captured in a CUDA graph.
+
+    Args:
+        q: [B, Hq, Lq, D], the same on every rank.
+        k_shard: [B, Hkv, N of this rank, D], or its pages with block_table; D and Hkv as on the other ranks.
+        v_shard: likewise, Dv wide.
+        group: the ranks that share the cache; None means the default group. NCCL for CUDA tensors, gloo for others.
+        shard: which keys this rank holds: "contiguous" or Contiguous(start, stop), a run of keys; "interleaved" or
+            Interleaved(block, first_rank), blocks dealt round robin.
+        output: "replicated": every rank gets all heads. "heads": rank r of R gets heads r Hq / R to (r + 1) Hq / R.
+        communicate: "all_gather", "reduce_scatter" (over heads, Hq a multiple of R) or "auto", by cost.choose_way().
+        async_op: return a PendingDecode as soon as the states are under way; its wait() merges them.
+        kv_lens: [B], keys per whole sequence. None means that the shards are full: together they are the sequences.
+            Shapes of shards may change from call to call where kv_lens or positions don't depend on them; otherwise
+            they change on all ranks in the same call.
+        kv_start, q_lens, causal, window, alibi_slopes, sinks, tree_mask: of the whole sequences, as for flash_decode().
+            alibi_slopes need block=1 or contiguous shards, and, with several query tokens, causal without tree_mask.
+        return_lse: return (out, lse) instead of out.
+        out, lse: where to write the result; None allocates.
+        options: layout, block_table, scale, softcap, key_mask, num_splits, split_size, workspace, backend, check and
+            the format of the cache, as for flash_decode() on the shard.
+
+    Returns:
+        out: [B, Hq, Lq, Dv], dtype of q, or with output="heads" [B, Hq / R, Lq, Dv] (in layout "bnhd" accordingly).
+        lse, with return_lse: [B, Hq, Lq] or [B, Hq / R, Lq] float32, without the sink. No visible key: 0 and -inf.
+
+    Raises:
+        ValueError, TypeError: a bad argument, on every rank, naming the rank. RuntimeError: a rank that is lost or
+            calls something else, within the group's timeout.
+
+    Example:
+        >>> torch.distributed.init_process_group("gloo")  # under torchrun
+        >>> q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64)
+        >>> out = context_parallel_decode(q, k, v)  # over 1000 keys per rank
+    """
+    members = find_members(group)
+    if any(isinstance(x, Tensor) and is_traced(x) for x in (q, k_shard, v_shard)):
+        raise ValueError("q must not be traced: context_parallel_decode() runs outside torch.compile")
+    sequence = dict(
+        kv_lens=kv_lens, kv_start=kv_start, q_lens=q_lens, causal=causal, window=window, alibi_slopes=alibi_slopes,
+        tree_mask=tree_mask,
+    )  # fmt: skip
+    request = Request(
+        q, k_shard, v_shard, sequence, sinks, shard, output, communicate, return_lse, out, lse,
+        options.pop("workspace", None), options.pop("backend", "auto"), options,
+    )  # fmt: skip
+    key = signature_of(request)
+    session = members.agreed.get(key)
+    if session is None:
+        session = members.agreed[key] = _agree(members, request)
+    pending = session.start(request._replace(shard=parse_shard(shard)), async_op)
+    return pending if async_op else pending.wait()
+
+
+def _agree(members: Members, request: Request) -> _Session:
+    """Check the call here, compare it between the ranks, and make what later calls use again."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError("the first call with these shapes and options must come before a CUDA graph is captured")
+    refusal = next(find_refusals(members, request), None)
+    facts = {} if refusal is not None else facts_of(request)
+    capacities = members.agree(facts, refusal, capacity_of(request))
+    request = request._replace(shard=parse_shard(request.shard))
+    place = None
+    if not needs_no_positions(request):
+        place = place_shard(request.shard, members.rank, capacities)
+    return _Session(members, request, place, capacities)
+
+
+class _Buffers(NamedTuple):
+    """The memory of one call's messages."""
+
+    own: Tensor  # this rank's state, and where it is sent as it is, the message
+    send: Tensor  # [ranks, floats] for an all-to-all
+    received: Tensor  # [ranks, floats]
+
+
+class _Session:
+    """A signature that all ranks agreed on: sizes, positions, the way of communicating and the memory for it."""
+
+    def __init__(self, members: Members, request: Request, place: Place | None, capacities: list[int]) -> None:
+        self.members, self.place, self.capacities = members, place, capacities
+        heads, length = (1, 2) if request.layout == "bhnd" else (2, 1)
+        self.batch, self.heads_q, self.q_len = request.q.shape[0], request.q.shape[heads], request.q.shape[length]
+        self.value_dim, self.dtype, self.device = value_dim_of(request), request.q.dtype, request.q.device
+        self.way = request.communicate
+        if self.way == "auto":
+            rows = self.batch * self.heads_q * self.q_len
+            self.way = choose_way(
+                request.output, members.ranks, self.heads_q, rows, self.value_dim, request.q.element_size()
+            )  # fmt: skip
+        self.heads_out = self.heads_q // members.ranks if request.output == "heads" else self.heads_q
+        self.first_out = members.rank * self.heads_out if request.output == "heads" else 0
+        # Shards that may grow from call to call are held against their lengths by flash_decode().
+        self.limit = None if place is None or knows_positions(request) else find_limit(request.shard, capacities)
+        self.kv_lens = None if place is None else self._full_lengths(request, capacities)
+        arrays = [x for x in request.sequence.values() if isinstance(x, Tensor)]
+        arrays += [x for x in arrays_of(request.shard).values() if x is not None]
+        # Without arrays nothing about positions can change.
+        self.fixed = self._localise(request) if place is not None and not arrays else None
+        self._kept: dict[int, _Buffers] = {}
+
+    def start(self, request: Request, async_op: bool) -> PendingDecode:
+        """Decode the shard and send the state on its way."""
+        out, lse = self._make_outputs(request)
+        if out.numel() == 0:
+            return PendingDecode(lambda: _result(request, out, lse))
+        calls = [LocalCall({})] if self.place is None else self.fixed or self._localise(request)
+        buffers = self._take_buffers(fresh=async_op)
+        own = _cut(buffers.own, (), self.batch, self.heads_q, self.q_len, self.value_dim)
+        decode_shard(request, calls, own)
+        if self.members.ranks == 1:
+            return PendingDecode(lambda: self._finish(request, State(own.out[None], own.lse[None]), out, lse))
+        if self.way == "all_gather":
+            work = _all_gather(buffers.received.view(-1), buffers.own, group=self.members.group, async_op=async_op)
+        else:
+            shape = self.batch, self.heads_q // self.members.ranks, self.q_len, self.value_dim
+            send = _cut(buffers.send, (self.members.ranks,), *shape)
+            send.out.copy_(own.out.unflatten(1, (self.members.ranks, -1)).transpose(0, 1))
+            send.lse.copy_(own.lse.unflatten(1, (self.members.ranks, -1)).transpose(0, 1))
+            work = _all_to_all(
+                buffers.received.view(-1), buffers.send.view(-1), group=self.members.group, async_op=async_op
+            )  # fmt: skip
+
+        def finish() -> Tensor | tuple[Tensor, Tensor]:
+            if work is not None:
+                work.wait()
+            if self.way == "all_gather":
+                states = _cut(
+                    buffers.received, (self.members.ranks,), self.batch, self.heads_q, self.q_len, self.value_dim
+                )
+                heads = slice(self.first_out, self.first_out + self.heads_out)
+                return self._finish(request, State(states.out[:, :, heads], states.lse[:, :, heads]), out, lse)
+            states = _cut(buffers.received, (self.members.ranks,), *shape)
+            if request.output == "heads":
+                return self._finish(request, states, out, lse)
+            return self._gather_heads(request, states, out, lse)
+
+        return PendingDecode(finish)
+
+    def _finish(self, request: Request, states: State, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Merge states of the heads that this rank keeps into the result."""
+        self._merge(request, states, self.first_out, out.transpose(1, 2) if request.layout == "bnhd" else out, lse)
+        return _result(request, out, lse)
+
+    def _merge(self, request: Request, states: State, first_head: int, out: Tensor, lse: Tensor) -> None:
+        """Merge states into out and lse; a sink joins the denominator here, as one more state whose out is 0."""
+        if request.sinks is None:
+            merge_states(states.out, states.lse, out=out, lse=lse)
+            return
+        merged, _ = merge_states(states.out, states.lse, lse=lse)
+        sink = request.sinks[first_head : first_head + lse.shape[1], None].expand(lse.shape).contiguous()
+        merge_states([merged, torch.zeros_like(merged)], [lse, sink], out=out)
+
+    def _gather_heads(
+        self, request: Request, states: State, out: Tensor, lse: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Merge this rank's heads, and bring those of all ranks to each; the lse travels along where it is wanted."""
+        ranks, heads = self.members.ranks, self.heads_q // self.members.ranks
+        sizes = self.batch, heads, self.q_len, self.value_dim
+        with_lse = request.return_lse or request.lse is not None
+        dtype = torch.float32 if with_lse else self.dtype
+        floats = math.prod(sizes)
+        message = torch.empty(floats + math.prod(sizes[:3]) * with_lse, dtype=dtype, device=self.device)
+        part = message[floats:].view(sizes[:3]) if with_lse else self._make_floats(*sizes[:3])
+        self._merge(request, states, self.members.rank * heads, message[:floats].view(sizes), part)
+        gathered = torch.empty((ranks, message.numel()), dtype=dtype, device=self.device)
+        _all_gather(gathered.view(-1), message, group=self.members.group)
+        view = out.transpose(1, 2) if request.layout == "bnhd" else out
+        whole = gathered[:, :floats].view(ranks, *sizes).transpose(0, 1)  # [B, ranks, heads, Lq, Dv]
+        view.unflatten(1, (ranks, heads)).copy_(whole)
+        if with_lse:
+            lse.unflatten(1, (ranks, heads)).copy_(gathered[:, floats:].view(ranks, *sizes[:3]).transpose(0, 1))
+        return _result(request, out, lse)
+
+    def _localise(self, request: Request) -> list[LocalCall]:
+        """What the call is on this shard."""
+        lens = request.sequence["kv_lens"]
+        if lens is not None and lens.device.type == "cpu" and lens.numel():
+            self._check_lengths(request, lens)
+        place = self.place
+        if any(x is not None for x in arrays_of(request.shard).values()):
+            place = place_shard(request.shard, self.members.rank, self.capacities)
+        assert place is not None, "else there is nothing to localise"
+        sequence = request.sequence | {"kv_lens": self.kv_lens if lens is None else lens}
+        return localise(place, Sequences(q_len=self.q_len, **sequence), request.shard.held)
+
+    def _check_lengths(self, request: Request, lens: Tensor) -> None:
+        """The lengths of the whole, where looking costs nothing."""
+        low, high = (int(x) for x in torch.aminmax(lens))
+        if low < 0 or (self.limit is not None and high > self.limit):
+            most = "what the shards hold" if self.limit is None else f"{self.limit}, what the shards hold"
+            raise ValueError(f"kv_lens must lie from 0 to {most}, got values from {low} to {high}")
+
+    def _full_lengths(self, request: Request, capacities: list[int]) -> Tensor | None:
+        """kv_lens where none is given: the shards are full."""
+        if request.sequence["kv_lens"] is not None:
+            return None
+        total = sum(capacities)
+        if total != self.limit:
+            raise ValueError(
+                f"kv_lens must be given where shards are not the {request.shard} parts of one length, got shards of "
+                f"{', '.join(map(str, capacities))} keys"
+            )
+        return torch.full((self.batch,), total, dtype=torch.int32, device=self.device)
+
+    def _make_outputs(self, request: Request) -> tuple[Tensor, Tensor]:
+        """out in the layout of the call, and lse, which the merge always writes."""
+        shape, lse = (self.batch, self.heads_out, self.q_len), request.lse
+        out = request.out
+        if out is None:
+            middle = shape[1:] if request.layout == "bhnd" else shape[:0:-1]
+            out = torch.empty((self.batch, *middle, self.value_dim), dtype=self.dtype, device=self.device)
+        if lse is None:
+            lse = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return out, lse
+
+    def _take_buffers(self, fresh: bool) -> _Buffers:
+        """Memory for the messages: kept per stream, but not where several calls may be under way or a graph owns it."""
+        stream = 0
+        if self.device.type == "cuda":
+            fresh = fresh or torch.cuda.is_current_stream_capturing()
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        kept = None if fresh else self._kept.get(stream)
+        if kept is None:
+            kept = self._make_buffers()
+            if not fresh:
+                self._kept[stream] = kept
+        return kept
+
+    def _make_buffers(self) -> _Buffers:
+        ranks, rows = self.members.ranks, self.batch * self.heads_q * self.q_len
+        own = self._make_floats(_message_floats(rows, self.value_dim))
+        floats = own.numel() if self.way == "all_gather" else _message_floats(rows // ranks, self.value_dim)
+        send = self._make_floats(ranks if self.way == "reduce_scatter" else 0, floats)
+        return _Buffers(own, send, self._make_floats(ranks, floats))
+
+    def _make_floats(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+
+def _result(request: Request, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    return (out, lse) if request.return_lse else out
+
+
+def _message_floats(rows: int, value_dim: int) -> int:
+    return -(-rows * (value_dim + 1) // _MESSAGE_STEP) * _MESSAGE_STEP
+
+
+def _cut(message: Tensor, lead: tuple[int, ...], batch: int, heads: int, q_len: int, value_dim: int) -> State:
+    """The state, or states [*lead], in a message."""
+    rows = batch * heads * q_len
+    return State(
+        message[..., : rows * value_dim].view(*lead, batch, heads, q_len, value_dim),
+        message[..., rows * value_dim : rows * (value_dim + 1)].view(*lead, batch, heads, q_len),
+    )

@@ -1,0 +1,178 @@
+"""What communication costs: the rule that chooses how states travel, and what a step on many ranks takes.
+
+Numbers in, numbers out; knows no tensor. The model is that of a ring: a message of an all-gather passes every other
+rank, each pass takes a hop, and all bytes come over one link. An all-to-all sends to all at once: one hop.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+
+from flash_decoding.cost_model import REDUCE_US
+
+STATE_BYTES = 4  # states travel in float32: out in 16 bits would be rounded once per rank and once more when merged
+WAYS = ("all_gather", "reduce_scatter")
+GPUS_PER_HOST = 8
+# NCCL's overhead of every step of a ring that leaves the host, on hosts with AMD's CPUs; same source as the links.
+_NETWORK_STEP_US = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects ranks, as far as the time of a collective goes."""
+
+    key: str
+    name: str
+    gb_per_s: float
+    protocols: dict[str, tuple[float, float]]  # hop_us and gb_per_s by protocol
+    compute_capability: str | None  # of the GPUs that come with it
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Hosts of some GPUs each: a link inside of a host, and another one between hosts."""
+
+    inside: Link
+    between: Link
+    gpus_per_host: int = GPUS_PER_HOST
+
+
+@lru_cache(maxsize=1)
+def known_links() -> dict[str, Link]:
+    """The links of data/links.json by key."""
+    links = {}
+    for facts in _read_data()["links"]:
+        protocols = {name: tuple(numbers) for name, numbers in facts["protocols"].items()}
+        links[facts["key"]] = Link(**facts | {"protocols": protocols})
+    return links
+
+
+def find_network(link: str | None = None, compute_capability: str | None = None, gpus_per_host: int = 8) -> Network:
+    """The network of a link's name, or of the link that GPUs of a compute capability come with."""
+    links = known_links()
+    if link is None:
+        fitting = [x for x in links.values() if compute_capability and x.compute_capability == compute_capability]
+        inside = fitting[0] if fitting else links["pcie4"]
+    elif link in links:
+        inside = links[link]
+    else:
+        raise ValueError(f"link must be one of {', '.join(links)}, got {link!r}")
+    return Network(inside, links["ndr"], gpus_per_host)
+
+
+def received_bytes(way: str, output: str, ranks: int, rows: int, value_dim: int, itemsize: int) -> list[int]:
+    """Bytes that a rank receives in each collective of a call.
+
+    Args:
+        way: "all_gather" or "reduce_scatter".
+        output: "replicated" or "heads".
+        rows: query rows in all, B * Hq * Lq.
+        itemsize: bytes per element of the finished output.
+    """
+    state = rows * (value_dim + 1) * STATE_BYTES
+    if way == "all_gather":
+        return [(ranks - 1) * state]
+    scattered = [(ranks - 1) * state // ranks]
+    return scattered if output == "heads" else [*scattered, (ranks - 1) * rows * value_dim * itemsize // ranks]
+
+
+def collective_us(ranks: int, received: int, network: Network, ring: bool = True) -> float:
+    """Time of one collective, by the protocol that is fastest for it.
+
+    Args:
+        ring: an all-gather, whose messages pass every rank; otherwise an all-to-all.
+    """
+    hosts = -(-ranks // network.gpus_per_host)
+    times = []
+    for protocol, base_us in _read_data()["base_us"].items():
+        hop_us, gb_per_s = network.inside.protocols[protocol]
+        passes, crossings = (ranks - hosts, hosts - 1) if ring else (1, 0)
+        crossing_us = 0.0
+        if hosts > 1:
+            crossing_us, between_gb_per_s = network.between.protocols[protocol]
+            hop_us, gb_per_s = max(hop_us, _NETWORK_STEP_US), min(gb_per_s, between_gb_per_s)
+            passes, crossings = (passes, crossings) if ring else (0, 1)
+        times.append(base_us + passes * hop_us + crossings * crossing_us + received / (gb_per_s * 1e3))
+    return min(times)
+
+
+def communication_us(
+    way: str, output: str, ranks: int, rows: int, value_dim: int, itemsize: int, network: Network
+) -> float:
+    """Time of all collectives of a call."""
+    if ranks == 1:
+        return 0.0
+    received = received_bytes(way, output, ranks, rows, value_dim, itemsize)
+    first = collective_us(ranks, received[0], network, ring=way == "all_gather")
+    return first + sum(collective_us(ranks, more, network) for more in received[1:])
+
+
+def choose_way(
+    output: str, ranks: int, heads_q: int, rows: int, value_dim: int, itemsize: int, network: Network | None = None
+) -> str:
+    """The rule: of the two ways, the one with the shorter predicted communication.
+
+    An all-gather is one collective, in which every rank receives the states of all rows from all others. A
+    reduce-scatter over heads moves 1 / ranks as much, but for a replicated output the merged heads must then be
+    gathered, by a second collective. So small messages go the first way and large ones, or any for output="heads", the
+    second.
+
+    Args:
+        heads_q: must be a multiple of ranks for the second way.
+        network: what connects the ranks; None: NVLink 4, and InfiniBand beyond 8 ranks.
+    """
+    if heads_q % ranks:
+        return "all_gather"
+    used = find_network("nvlink4") if network is None else network
+    return min(WAYS, key=lambda way: communication_us(way, output, ranks, rows, value_dim, itemsize, used))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPrediction:
+    """One decode step on so many ranks."""
+
+    ranks: int
+    keys: int  # per rank and sequence, of the fullest rank
+    decode_us: float
+    way: str
+    communication_us: float
+    merge_us: float
+
+    @property
+    def total_us(self) -> float:
+        return self.decode_us + self.communication_us + self.merge_us
+
+
+def predict_ranks(
+    ranks: int, keys: int, decode_us: float, heads_q: int, rows: int, value_dim: int, itemsize: int, network: Network,
+    gb_per_s: float,
+) -> RankPrediction:  # fmt: skip
+    """A step whose cache is spread over ranks, every one of which wants all heads.
+
+    Args:
+        keys, decode_us: of one rank's shard, and the time to decode it.
+        gb_per_s: at which the states are read from memory by the merge.
+    """
+    if ranks == 1:
+        return RankPrediction(1, keys, decode_us, "none", 0.0, 0.0)
+    way = choose_way("replicated", ranks, heads_q, rows, value_dim, itemsize, network)
+    states = ranks * rows * (value_dim + 1) * STATE_BYTES // (ranks if way == "reduce_scatter" else 1)
+    return RankPrediction(
+        ranks, keys, decode_us, way,
+        communication_us(way, "replicated", ranks, rows, value_dim, itemsize, network),
+        REDUCE_US + states / (gb_per_s * 1e3),
+    )  # fmt: skip
+
+
+def find_turning_point(predictions: list[RankPrediction]) -> RankPrediction:
+    """The fewest ranks with the shortest step: from there on, more ranks stop paying."""
+    return min(predictions, key=lambda prediction: (prediction.total_us, prediction.ranks))
+
+
+@lru_cache(maxsize=1)
+def _read_data() -> dict:
+    return json.loads(resources.files("flash_decoding").joinpath("data/links.json").read_text())
