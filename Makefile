@@ -4,7 +4,7 @@
 # make memcheck  each option once under NVIDIA's compute-sanitizer
 # make features  redraws docs/features.md from the tests
 # make lint      ruff and mypy
-# make bench     measure against every installed peer; make results redraws the README from the files
+# make bench     measure against every installed peer; make results redraws the documents from the files
 #
 # PYTHON is the interpreter that .venv is made from, TORCH the torch to install instead of that in constraints.txt:
 #   make demo PYTHON=python3.12 TORCH="torch>=2.11"
@@ -26,6 +26,12 @@ DEMO := $(VENV)/.demo-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 # What the README's table and picture are drawn from.
 README_RESULTS := benchmarks/results/nvidia-h200/article.json benchmarks/results/nvidia-h200/serving.json
+
+# What the table and picture of docs/performance.md are drawn from, where it was measured.
+QUANTISED_RESULTS := $(wildcard benchmarks/results/nvidia-h200/quantised.json)
+
+# What the table and picture of docs/quantization.md are drawn from.
+ACCURACY_RESULTS := benchmarks/results/amd-epyc/accuracy.json
 
 .PHONY: demo test gpu-test memcheck features lint bench results clean
 
@@ -59,6 +65,10 @@ bench: $(DEMO)
 
 results: $(DEMO)
 	$(BIN)/flash-decoding bench $(addprefix --report ,$(README_RESULTS)) --merge --plot docs/images/h200 --readme README.md
+ifneq ($(QUANTISED_RESULTS),)
+	$(BIN)/flash-decoding bench --report $(QUANTISED_RESULTS) --plot docs/images/quantised --readme docs/performance.md
+endif
+	$(BIN)/flash-decoding accuracy --report $(ACCURACY_RESULTS) --plot docs/images/accuracy --readme docs/quantization.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

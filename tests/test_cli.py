@@ -23,6 +23,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import flash_decoding
+from flash_decoding import KVFormat
 from flash_decoding.cli import check, common, generate
 from flash_decoding.cli import main as entry
 from flash_decoding.cli.commands import app
@@ -30,7 +31,8 @@ from flash_decoding.cli.commands import app
 JSON_FIELDS = {
     "prompt", "context", "prompt_tokens", "model", "text_equals_sdpa", "load_warning",
     "text", "new_tokens", "tokens_per_s", "sdpa_tokens_per_s", "attention_ms_per_token", "sdpa_attention_ms_per_token",
-    "max_abs_logit_diff", "decode_calls", "device", "dtype", "versions",
+    "max_abs_logit_diff", "decode_calls", "device", "dtype", "versions", "kv_dtype", "cache_bytes",
+    "cache_bytes_in_16_bits",
 }  # fmt: skip
 LAYERS = 3
 
@@ -84,7 +86,7 @@ def saved(config, small_model: Path, folder: Path) -> Path:
 def test_help_names_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("generate", "check", "info", "bench", "profile", "plan"):
+    for command in ("generate", "accuracy", "check", "info", "bench", "profile", "plan"):
         assert command in result.stdout
 
 
@@ -166,6 +168,7 @@ class TestGenerate:
         assert (written["prompt_tokens"], written["context"], written["text_equals_sdpa"]) == (5, 0, True)
         for field in ("tokens_per_s", "sdpa_tokens_per_s", "attention_ms_per_token", "sdpa_attention_ms_per_token"):
             assert written[field] > 0
+        assert written["kv_dtype"] is written["cache_bytes"] is written["cache_bytes_in_16_bits"] is None
         assert written["attention_ms_per_token"] < 1000 / written["tokens_per_s"] * 3  # a part of the step
 
     def test_a_log_says_what_goes_on(self, small_model):
@@ -202,6 +205,33 @@ class TestGenerate:
         assert set(written) == JSON_FIELDS
         for field in ("sdpa_tokens_per_s", "sdpa_attention_ms_per_token", "max_abs_logit_diff", "text_equals_sdpa"):
             assert written[field] is None
+
+    @pytest.mark.parametrize(("kv_dtype", "bytes_of_a_row"), [("int8", 20), ("fp8", 16), ("int8:head/int8", 18)])
+    def test_a_cache_of_codes(self, small_model, tmp_path, kv_dtype, bytes_of_a_row):
+        file = tmp_path / "result.json"
+        options = ("--model", small_model, "--max-new-tokens", 9, "--device", "cpu", "--json", file)
+        result = run("generate", "why is the sky blue", *options, "--kv-dtype", kv_dtype)
+        assert result.exit_code == 0, result.stderr
+        written = json.loads(file.read_text())
+        tokens = 5 + 8  # the last new token is never read
+        assert written["cache_bytes"] == LAYERS * 2 * 2 * tokens * bytes_of_a_row
+        assert written["cache_bytes_in_16_bits"] == LAYERS * 2 * 2 * tokens * 32
+        assert written["decode_calls"] == LAYERS * 8
+        assert KVFormat.parse(written["kv_dtype"]) == KVFormat.parse(kv_dtype)
+        assert 0 < written["max_abs_logit_diff"] < 1.0
+        share = bytes_of_a_row / 32
+        assert f"MB of codes and scales, {share:.2f} of the 0.00499 MB that 16 bits take" in result.stdout
+
+    def test_a_cache_of_codes_that_cannot_be(self, small_model, capsys):
+        assert_refused(run("generate", "--kv-dtype", "int5"), "--kv-dtype must name a format", "'int5'")
+        few = ("--max-new-tokens", 2)
+        refused = run("generate", "why", "--model", small_model, "--device", "cpu", "--kv-dtype", "int4", *few)
+        assert_refused(refused, "group must divide the width of k, 16, got 64", after=2)
+        with pytest.raises(SystemExit):
+            generate.require_codes_run(KVFormat.parse("int8"), torch.device("cuda"), torch.float32)
+        assert "--dtype must be bfloat16 or float16 for a cache of codes on a GPU" in capsys.readouterr().err
+        generate.require_codes_run(None, torch.device("cuda"), torch.float32)
+        generate.require_codes_run(KVFormat.parse("int8"), torch.device("cpu"), torch.float32)
 
     def test_a_single_token_has_no_decode_step(self, small_model, tmp_path):
         file = tmp_path / "result.json"
@@ -371,6 +401,15 @@ def test_info_shows_versions_devices_and_the_backend():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnAGpu:
+    def test_generate_with_a_cache_of_codes(self, small_model, tmp_path):
+        file = tmp_path / "result.json"
+        options = ("--model", small_model, "--max-new-tokens", 9, "--device", "cuda", "--dtype", "bf16")
+        result = run("generate", "why is the sky blue", *options, "--json", file, "--kv-dtype", "int8")
+        assert result.exit_code == 0, result.stderr
+        written = json.loads(file.read_text())
+        assert written["decode_calls"] == LAYERS * 8
+        assert written["cache_bytes"] < 0.7 * written["cache_bytes_in_16_bits"]
+
     def test_generate(self, small_model, tmp_path):
         file = tmp_path / "result.json"
         options = ("--model", small_model, "--max-new-tokens", 9, "--device", "cuda", "--dtype", "float32")

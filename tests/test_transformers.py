@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import subprocess
 import sys
 import weakref
@@ -17,8 +16,10 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CompileConfig,
+    DynamicCache,
     FalconConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GemmaConfig,
     GptOssConfig,
@@ -34,10 +35,17 @@ from transformers import (
     XGLMConfig,
 )
 
-from flash_decoding import reference
+from flash_decoding import CodeFormat, KVFormat, dequantize_kv, quantize_kv, reference
 from flash_decoding.cli.generate import find_demo_model, load_model
 from flash_decoding.integrations import transformers as integration
-from flash_decoding.integrations.transformers import attention, decode_calls, register, reset_decode_calls
+from flash_decoding.integrations.transformers import (
+    DecodeCache,
+    attention,
+    cache_argument,
+    decode_calls,
+    register,
+    reset_decode_calls,
+)
 
 LAYERS, NEW_TOKENS = 2, 12
 SMALL = {
@@ -468,13 +476,290 @@ def test_a_captured_step_follows_a_mask_updated_in_place():
 def test_a_static_cache_is_not_copied():
     """The cache's own memory reaches flash_decode(): the same storage, KV heads not repeated."""
     model = make_model(CONFIGS["llama"], "split_kv")
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache = StaticCache(config=model.config, max_cache_len=64)
     seen = []
     original = integration.flash_decode
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integration, "flash_decode", lambda q, k, v, **x: seen.append((k, v)) or original(q, k, v, **x))
-        generate(model, ALONE, **{name: cache})
+        generate(model, ALONE, **{cache_argument(model): cache})
     own = {layer.keys.data_ptr() for layer in cache.layers} | {layer.values.data_ptr() for layer in cache.layers}
     assert {x.data_ptr() for pair in seen for x in pair} == own
     assert all(k.shape == (1, 1, 64, 32) for k, _ in seen)
+
+
+# What a DecodeCache gives a model is held against a plain cache of the numbers that its codes stand for.
+FORMATS = [
+    "fp8", "fp8_e5m2:head", "int8", "int8:channel/int8:head", "int4:group32+zero", "int8/int4:group32", "none/fp8",
+]  # fmt: skip
+
+
+class NumbersCache(DynamicCache):
+    """Keys and values as quantize_kv() and dequantize_kv() have them, for any attention implementation."""
+
+    def __init__(self, kv_format: str, **options: object) -> None:
+        super().__init__(**options)
+        self.kv_format, self.scales = KVFormat.parse(kv_format), {}
+
+    @staticmethod
+    def headroom(form: CodeFormat) -> float:
+        return 16 if form.codes.startswith("fp8") else 3 if form.scale == "channel" else 1.5
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx not in self.scales:
+            scales = quantize_kv(key_states, value_states, self.kv_format, check=False)[2:4]
+            self.scales[layer_idx] = [
+                None if form is None or form.scale in ("token", "group") else scale * self.headroom(form)
+                for form, scale in zip((self.kv_format.k, self.kv_format.v), scales, strict=True)
+            ]
+        k_scale, v_scale = self.scales[layer_idx]
+        *codes, k_scale, v_scale, kv_format = quantize_kv(
+            key_states, value_states, self.kv_format, k_scale=k_scale, v_scale=v_scale, check=False
+        )
+        numbers = dequantize_kv(*codes, kv_format, k_scale=k_scale, v_scale=v_scale, dtype=key_states.dtype)
+        return super().update(*numbers, layer_idx, *args, **kwargs)
+
+
+def make_any_model(family: str, attn_implementation: str) -> torch.nn.Module:
+    if family in WINDOWED:
+        return make_windowed_model(family, attn_implementation)
+    return make_model(CONFIGS[family], attn_implementation)
+
+
+def forward(
+    model,
+    cache,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    attn_implementation: str = "split_kv",
+) -> torch.Tensor:
+    model.set_attn_implementation(attn_implementation)
+    with torch.no_grad():
+        options = {cache_argument(model): cache, "use_cache": True, "attention_mask": attention_mask}
+        return model(input_ids=tokens, **options).logits
+
+
+@pytest.mark.parametrize("inputs", [ALONE, PADDED], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("family", [*CONFIGS, *WINDOWED])
+def test_a_decode_cache_without_codes_writes_the_same(family, inputs):
+    want = generate(make_any_model(family, "eager"), inputs)
+    model = make_any_model(family, "split_kv")
+    reset_decode_calls()
+    cache = DecodeCache(model.config)
+    assert torch.equal(generate(model, inputs, **{cache_argument(model): cache}), want)
+    assert decode_calls() == LAYERS * (NEW_TOKENS - 1)
+    assert cache.get_seq_length() == 13 + NEW_TOKENS - 1
+    assert cache.nbytes == 2 * cache.nbytes_in_16_bits  # float32
+
+
+# Implementations differ in what tokens that see nothing, the padding, give to later layers, and so to shared scales.
+PADDABLE = ["int8", "int4:group32+zero", "int8/int4:group32"]
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "inputs"),
+    [*[(x, ALONE) for x in FORMATS], *[(x, PADDED) for x in PADDABLE]],
+    ids=[*FORMATS, *[f"{x}-left-padded" for x in PADDABLE]],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+def test_a_quantised_cache_gives_what_its_numbers_give(family, kv_format, inputs):
+    """One token, then several at a time, then one again, every token seeing codes."""
+    tokens = torch.cat((inputs["input_ids"], inputs["input_ids"].flip(1) + 1), dim=1)
+    mask = torch.cat((inputs["attention_mask"], torch.ones_like(inputs["attention_mask"])), dim=1)
+    model = make_any_model(family, "split_kv")
+    cache, numbers = DecodeCache(model.config, kv_format, exact_prompt=False), NumbersCache(kv_format)
+    for first, last in ((0, 13), (13, 14), (14, 23), (23, 24)):
+        got, want = (
+            forward(model, held, tokens[:, first:last], mask[:, :last], name)
+            for held, name in ((cache, "split_kv"), (numbers, "eager"))
+        )
+        seen = mask[:, first:last].bool()
+        torch.testing.assert_close(got[seen], want[seen], rtol=1e-3, atol=1e-3)
+
+
+def test_the_prompt_attends_to_itself_as_it_was():
+    model = make_model(CONFIGS["llama"], "split_kv")
+    want = forward(model, DynamicCache(), ALONE["input_ids"])
+    exact, coarse = (
+        forward(model, DecodeCache(model.config, "int4:group32", exact_prompt=x), ALONE["input_ids"])
+        for x in (True, False)
+    )
+    assert torch.equal(exact, want)
+    assert (coarse - want).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4:group32"])
+def test_a_decode_step_reads_the_codes_in_place(kv_format):
+    model = make_model(CONFIGS["llama"], "split_kv")
+    cache = DecodeCache(model.config, kv_format)
+    seen = []
+    original = integration.flash_decode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            integration, "flash_decode", lambda q, k, v, **x: seen.append((k, v, x)) or original(q, k, v, **x)
+        )
+        generate(model, ALONE, **{cache_argument(model): cache})
+    own = {side.codes.data_ptr() for layer in cache.layers for side in layer._sides}
+    assert {x.data_ptr() for k, v, _ in seen for x in (k, v)} == own
+    assert all(str(x["kv_format"].k) == str(KVFormat.parse(kv_format).k) for *_, x in seen)
+    assert len(seen) == LAYERS * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "bytes_of_a_token"),
+    [("int8", 2 * (32 + 4)), ("fp8", 2 * 32), ("int4:group32", 2 * (16 + 2)), ("int4:group32+zero", 2 * (16 + 4)),
+     ("int8:head/int4:group32", 32 + 16 + 2), ("int8/none", 32 + 4 + 32 * 4), (None, 2 * 32 * 4)],
+)  # fmt: skip
+def test_a_decode_cache_counts_its_bytes(kv_format, bytes_of_a_token):
+    cache = DecodeCache(CONFIGS["llama"], kv_format)
+    assert cache.nbytes == cache.nbytes_in_16_bits == 0
+    for layer in range(LAYERS):
+        cache.update(torch.randn(3, 1, 10, 32), torch.randn(3, 1, 10, 32), layer)
+    assert cache.nbytes == LAYERS * 3 * 10 * bytes_of_a_token
+    assert cache.nbytes_in_16_bits == LAYERS * 3 * 10 * 2 * 32 * 2
+
+
+def test_memory_of_a_decode_cache_grows_by_half():
+    cache = DecodeCache(CONFIGS["llama"], "int8")
+    capacities, keys = [], torch.randn(1, 1, 1500, 32)
+    for t in range(1500):
+        cache.update(keys[:, :, t : t + 1], keys[:, :, t : t + 1], 0)
+        capacity = cache.layers[0]._sides[0].codes.shape[2]
+        if capacity not in capacities:
+            capacities.append(capacity)
+        assert t < capacity <= max(1.5 * t + 64, 64)
+    assert len(capacities) <= 9
+    codes = cache.layers[0]._sides[0].held(1500)
+    want = quantize_kv(keys, keys, "int8")
+    assert torch.equal(codes.codes, want.k)
+    assert torch.equal(codes.scale, want.k_scale)
+
+
+@pytest.mark.parametrize("kv_format", [None, "fp8", "int8", "int4:group32+zero"])
+def test_sequences_of_a_decode_cache_can_be_chosen_and_repeated(kv_format):
+    k, v = torch.randn(3, 1, 10, 32), torch.randn(3, 1, 10, 32)
+    changes = {
+        "reorder_cache": (torch.tensor([2, 0, 0]), [2, 0, 0]),
+        "batch_select_indices": (torch.tensor([1]), [1]),
+        "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
+    }
+    for name, (argument, order) in changes.items():
+        cache = DecodeCache(CONFIGS["llama"], kv_format)
+        cache.update(k, v, 0)
+        before = cache.layers[0]._sides[0].held(10)
+        getattr(cache, name)(argument)
+        after = cache.layers[0]._sides[0].held(10)
+        assert torch.equal(after.codes.float(), before.codes.float()[order])
+        if kv_format in ("int8", "int4:group32+zero"):
+            assert torch.equal(after.scale, before.scale[order])
+
+
+def test_a_cropped_decode_cache_forgets_and_a_reset_one_is_empty():
+    cache = DecodeCache(CONFIGS["llama"], "int8")
+    k = torch.randn(1, 1, 10, 32)
+    for layer in range(LAYERS):
+        cache.update(k, k, layer)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 7
+    cache.update(k[:, :, 7:9], k[:, :, 7:9], 0)
+    assert torch.equal(cache.layers[0]._sides[0].held(9).codes, quantize_kv(k, k, "int8").k[:, :, :9])
+    cache.crop(4)
+    assert cache.get_seq_length() == 4
+    cache.crop(-100)
+    assert cache.get_seq_length() == 0
+    cache.reset()
+    assert cache.nbytes == 0
+    cache.update(torch.randn(2, 1, 5, 32), torch.randn(2, 1, 5, 32), 0)  # another batch
+    assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("kv_format", [None, "int8"])
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "prompt-lookup"])
+def test_beam_search_and_assisted_decoding_over_a_decode_cache(kv_format, options):
+    """Sequences change places, several tokens come at a time, and those that were wrong are cropped away."""
+    model = make_model(CONFIGS["llama"], "split_kv")
+    inputs = {name: x.repeat(1, 2) for name, x in ALONE.items()}
+    name = cache_argument(model)
+    if kv_format is None:
+        want = generate(model, inputs, **options)
+    else:
+        model.set_attn_implementation("eager")
+        want = generate(model, inputs, **options, **{name: NumbersCache(kv_format)})
+        model.set_attn_implementation("split_kv")
+    got = generate(model, inputs, **options, **{name: DecodeCache(model.config, kv_format, exact_prompt=False)})
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("padding", [0, 20])
+def test_a_long_block_over_codes_is_cut_into_what_the_kernels_take(window, padding):
+    q, k, v = torch.randn(2, 6, 130, 32), torch.randn(2, 2, 300, 32), torch.randn(2, 2, 300, 32)
+    cache = DecodeCache(CONFIGS["llama"], "int8")
+    cache.update(k[:, :, :170], v[:, :, :170], 0)
+    held = cache.update(k[:, :, 170:], v[:, :, 170:], 0)
+    own = torch.arange(170, 300)[:, None]
+    mask = torch.arange(300) <= own
+    if window is not None:
+        mask &= torch.arange(300) > own - window
+    mask = mask.repeat(2, 1, 1, 1)
+    mask[1, ..., :padding] = False
+    out, _ = attention(Layer(0), q, *held, mask, sliding_window=window)
+    *_, k_scale, v_scale, kv_format = codes = quantize_kv(k, v, "int8")
+    for t in range(0, 130, 7):
+        want = reference(
+            q[:, :, t : t + 1], *codes[:2], key_mask=mask[:, 0, t], causal=False, kv_format=kv_format, k_scale=k_scale,
+            v_scale=v_scale,
+        )  # fmt: skip
+        torch.testing.assert_close(out[:, t : t + 1], want.transpose(1, 2).float(), rtol=0, atol=1e-5)
+
+
+def test_several_tokens_over_codes_refuse_masks_they_cannot_follow():
+    cache = DecodeCache(CONFIGS["llama"], "int8", exact_prompt=False)
+    q, held = torch.randn(1, 2, 4, 32), cache.update(torch.randn(1, 1, 9, 32), torch.randn(1, 1, 9, 32), 0)
+    mask = (torch.arange(9) <= torch.arange(5, 9)[:, None])[None, None]
+    attention(Layer(0), q, *held, mask)
+    mask[..., 2, 1] = False
+    with pytest.raises(ValueError, match="attention_mask must hide keys by order, window and padding alone"):
+        attention(Layer(1), q, *held, mask.clone())
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        attention(Layer(0), q, *held, mask[..., :8])
+    with pytest.raises(TypeError, match="attention_mask must be bool"):
+        attention(Layer(0), q, *held, mask.float())
+    with pytest.raises(ValueError, match="is_causal must be True"):
+        attention(Layer(0), q, *held, None, is_causal=False)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_attention_implementation_is_told_what_codes_are_for(implementation):
+    model = make_model(CONFIGS["llama"], implementation)
+    with pytest.raises((TypeError, AttributeError), match="attn_implementation must be 'split_kv' with a DecodeCache"):
+        generate(model, ALONE, **{cache_argument(model): DecodeCache(model.config, "int8")})
+
+
+def test_what_a_decode_cache_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="config must be of a model that only decodes, got T5Config"):
+        DecodeCache(T5Config(), "int8")
+    with pytest.raises(ValueError, match=r"config must have no layers but .*, got \['linear_attention'\]"):
+        DecodeCache(LlamaConfig(layer_types=["linear_attention"] * 32), "int8")
+    with pytest.raises(ValueError, match="layers share no keys"):
+        DecodeCache(Gemma3nTextConfig(), "int8")
+    with pytest.raises(ValueError, match="kv_format must name a format"):
+        DecodeCache(CONFIGS["llama"], "int5")
+    with pytest.raises(ValueError, match="group must divide the width of k, 32, got 64"):
+        DecodeCache(CONFIGS["llama"], "int4").update(torch.randn(1, 1, 2, 32), torch.randn(1, 1, 2, 32), 0)
+    with pytest.raises(ValueError, match="offloading must be False"):
+        DecodeCache(CONFIGS["llama"], "int8").offload(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_format", [None, *FORMATS])
+def test_a_decode_cache_on_a_gpu_gives_what_its_numbers_give(kv_format):
+    model = make_model(CONFIGS["llama"], "split_kv", "cuda").half()
+    cache, numbers = DecodeCache(model.config, kv_format, exact_prompt=False), NumbersCache(kv_format or "none")
+    tokens, mask = (x.cuda() for x in ALONE.values())
+    for first, last in ((0, 10), (10, 12), (12, 13)):
+        got, want = (
+            forward(model, held, tokens[:, first:last], mask[:, :last], name)
+            for held, name in ((cache, "split_kv"), (numbers, "eager"))
+        )
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * float(want.std()))

@@ -31,13 +31,19 @@ console = Console()
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option(help=f"What to measure: {', '.join(SUITES)} or all; may be repeated. Default: all of the device."),
+        typer.Option(
+            help=f"What to measure: {', '.join(SUITES)} or all; may be repeated. Default: all of the device. Or, "
+            "started by torchrun: distributed."
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="A shape of your own, B,Hq,Hkv,N,D; may be repeated."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{DTYPE_HELP}; instead of the suite's.")] = None,
+    kv_format: Annotated[
+        str | None, typer.Option(help="The caches of --shape quantised: fp8, fp8:token, int8, int4:group32 and so on.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu: where --shape and all run.")] = "auto",
     peer: Annotated[
         list[str] | None,
@@ -55,7 +61,9 @@ def bench(
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw time over read floor as PLOT.png and PLOT.svg, one pair per suite."),
+        typer.Option(
+            help="Draw each suite's times over the read floor, or the 16-bit cache's, as PLOT.png and PLOT.svg."
+        ),
     ] = None,
     report: Annotated[
         list[Path] | None,
@@ -77,8 +85,8 @@ def bench(
     """
     if threads is not None and threads < 1:
         fail(f"--threads must be at least 1, got {threads}")
-    measuring = {"--suite": suite, "--shape": shape, "--dtype": dtype, "--peer": peer, "--threads": threads,
-                 "--json": json, "--results-dir": results_dir}  # fmt: skip
+    measuring = {"--suite": suite, "--shape": shape, "--dtype": dtype, "--kv-format": kv_format, "--peer": peer,
+                 "--threads": threads, "--json": json, "--results-dir": results_dir}  # fmt: skip
     reporting = {"--compare": compare, "--merge": merge, "--readme": readme}
     for option, path in (("--json", json), ("--markdown", markdown), ("--readme", readme)):
         require_writable(option, path)
@@ -90,7 +98,12 @@ def bench(
         return
     _refuse_given(reporting, "given with --report")
     dtype = dtype and find_dtype(dtype)
-    cases = _choose(suite, shape, dtype, device)
+    if suite and "distributed" in suite:
+        _distributed(suite, shape, dtype, device, peer, plot, _Keeper(json, results_dir))
+        return
+    if kv_format and not shape:
+        fail("--kv-format must be given with --shape; the suite quantised has formats of its own")
+    cases = _choose(suite, shape, dtype, device, kv_format)
     names = None if not peer else [name for name in peer if name != "none"]
     keeper = _Keeper(json, results_dir)
     try:
@@ -106,6 +119,35 @@ def bench(
     failed = [row for row in keeper.rows if row["impl"] == OURS and row["status"] != OK]
     if failed or not keeper.rows:
         raise typer.Exit(1)
+
+
+def _distributed(
+    suites: list[str], shapes: list[str] | None, dtype: str | None, device: str, peers: list[str] | None,
+    plot: Path | None, keeper: _Keeper,
+) -> None:  # fmt: skip
+    """The suite that runs in all processes of a torchrun; rank 0 writes and shows."""
+    from flash_decoding.cli import bench_distributed
+
+    for option, value in (("--suite", suites[1:]), ("--peer", peers), ("--plot", plot)):
+        if value:
+            fail(f"{option} must not be given beside --suite distributed; plan --ranks --measured draws its results")
+    try:
+        cases = bench_distributed.choose(shapes, dtype, device)
+    except ValueError as error:
+        refuse(error)
+
+    def begin(environment: dict[str, Any]) -> None:
+        keeper.environment = environment
+
+    def add(row: Row) -> None:
+        keeper.add(row)
+        console.print(_row_line(row), highlight=False)
+
+    if bench_distributed.measure(cases, keeper.method, begin, add):
+        _show_environment(keeper.environment)
+        console.print(bench_distributed.rows_table(keeper.rows))
+        if not keeper.written:
+            raise typer.Exit(2)
 
 
 def _refuse_given(options: Mapping[str, object], rule: str) -> None:
@@ -156,7 +198,9 @@ def _compare(rows: list[Row], path: Path) -> None:
     console.print(comparison_line(pairs), highlight=False)
 
 
-def _choose(suites: Sequence[str] | None, shapes: Sequence[str] | None, dtype: str | None, device: str) -> list[Case]:
+def _choose(
+    suites: Sequence[str] | None, shapes: Sequence[str] | None, dtype: str | None, device: str, kv_format: str | None
+) -> list[Case]:  # fmt: skip
     """The cases to run here; without a GPU, those that need one are left out with a sentence."""
     import torch
 
@@ -169,9 +213,9 @@ def _choose(suites: Sequence[str] | None, shapes: Sequence[str] | None, dtype: s
         wanted = here if device == "auto" else device
         if not suites and not shapes:
             suites = ["all"]
-        cases = select_cases(suites or [], shapes or [], dtype, wanted)
+        cases = select_cases(suites or [], shapes or [], dtype, wanted, kv_format)
     except ValueError as error:
-        refuse(error)
+        refuse(error, kv_format="--kv-format")
     runnable = [case for case in cases if case.device == "cpu" or here == "cuda"]
     missing = dict.fromkeys(case.suite for case in cases if case not in runnable)
     if missing:
@@ -215,12 +259,12 @@ class _Keeper:
 
 
 def _measure(cases: list[Case], names: list[str] | None, threads: int | None, build: bool, keeper: _Keeper) -> None:
-    from flash_decoding.bench.peers import peers_for
+    from flash_decoding.bench.peers import peers_on
     from flash_decoding.bench.run import build_peers, run
 
     begin = time.perf_counter()
     method = keeper.method
-    total = sum(len(peers_for(case.device, names)) for case in cases)
+    total = sum(len(peers_on(case, names)) for case in cases)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         if build:
@@ -312,7 +356,7 @@ def _write_reports(
 
 def _draw(rows: Sequence[Row], environment: dict[str, Any], plot: Path) -> list[Path]:
     from flash_decoding.bench.document import fingerprint
-    from flash_decoding.bench.plots import over_floor_figure, save
+    from flash_decoding.bench.plots import save, suite_figure
 
     suites = list(dict.fromkeys(row["suite"] for row in rows if row["status"] == OK))
     stem = plot.with_suffix("") if plot.suffix in (".png", ".svg") else plot
@@ -320,7 +364,7 @@ def _draw(rows: Sequence[Row], environment: dict[str, Any], plot: Path) -> list[
     for suite in suites:
         chosen = [row for row in rows if row["suite"] == suite]
         on_cpu = chosen[0].get("device") == "cpu"
-        figure = over_floor_figure(chosen, f"{suite}, {environment.get('cpu' if on_cpu else 'gpu')}")
+        figure = suite_figure(chosen, f"{suite}, {environment.get('cpu' if on_cpu else 'gpu')}")
         path = stem if len(suites) == 1 else stem.with_name(f"{stem.name}-{suite}")
         written += save(figure, path, made_from=fingerprint(chosen))
     return written

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flash_decoding import __version__
-from flash_decoding.cli import bench, check, generate, info, plan, profile, tune
+from flash_decoding.cli import accuracy, bench, check, generate, info, plan, profile, tune
 
 app = typer.Typer(
     help="Flash Decoding: attention of a few new tokens against a long key/value cache.",
@@ -15,7 +15,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate.generate, check.check, info.info, bench.bench, profile.profile, plan.plan, tune.tune):
+for command in (
+    generate.generate, accuracy.accuracy, check.check, info.info, bench.bench, profile.profile, plan.plan, tune.tune,
+):  # fmt: skip
     app.command()(command)
 
 

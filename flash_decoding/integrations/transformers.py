@@ -2,7 +2,8 @@
 
 A decode step (one query token) goes to flash_decode(), which reads every key once for the whole group of query heads,
 so K and V are passed as the cache holds them and never repeated. Prefill (several query tokens) goes to SDPA, or where
-the model has a soft cap or attention sinks, which SDPA lacks, to the same formula in plain torch.
+the model has a soft cap or attention sinks, which SDPA lacks, to the same formula in plain torch. With a DecodeCache,
+which may hold codes, everything behind the prompt goes to flash_decode().
 
 Continuous batching takes all its steps through us after enable_continuous_batching(model), or with the name that
 register_kernel() returns.
@@ -11,10 +12,13 @@ register_kernel() returns.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +39,22 @@ except ModuleNotFoundError as error:
     ) from error
 
 from flash_decoding.api import flash_decode
+from flash_decoding.integrations.decode_cache import CachedSide, DecodeCache
 from flash_decoding.integrations.flash_attn import flash_attn_varlen_func
+from flash_decoding.problem import MAX_Q_LEN
+from flash_decoding.quantization import CodeFormat, KVFormat
+
+__all__ = [
+    "DecodeCache",
+    "attention",
+    "batched_attention",
+    "cache_argument",
+    "decode_calls",
+    "enable_continuous_batching",
+    "register",
+    "register_kernel",
+    "reset_decode_calls",
+]
 
 # A name with "flash" in it would be taken for a kernel of the hub.
 NAME = "split_kv"
@@ -147,22 +166,23 @@ def _find_model_error(model: PreTrainedModel) -> str | None:
 def attention(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | CachedSide,
+    value: Tensor | CachedSide,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **options: object,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls for every layer and step.
 
     Args:
         module: the attention layer; its layer_idx tells one step from the next.
         query: [B, Hq, Lq, D].
-        key, value: [B, Hkv, N, D] and [B, Hkv, N, Dv].
-        attention_mask: None, or [B, 1, Lq, N] bool, True where a key is visible.
+        key, value: [B, Hkv, N, D] and [B, Hkv, N, Dv], or what a DecodeCache holds.
+        attention_mask: None, or [B, 1, Lq, N] bool, True where a key is visible. Over a DecodeCache, several tokens see
+            what is causal, in the layer's window and no padding.
         dropout: must be 0 in a decode step.
         scaling: multiplies q·k; None means 1/sqrt(D).
         softcap: a score becomes softcap * tanh(score / softcap); None means off.
@@ -176,7 +196,7 @@ def attention(
         ValueError, TypeError: an option, mask or input that a decode step cannot have.
     """
     _refuse_options(NAME, options)
-    if query.shape[2] != 1:
+    if query.shape[2] != 1 and isinstance(key, Tensor) and isinstance(value, Tensor):
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
@@ -185,23 +205,62 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
         return _prefill(query, key, value, attention_mask, causal, dropout, scaling, softcap, s_aux), None
     _refuse_dropout(NAME, dropout)
-
-    key_mask, kv_start, kv_lens = None, None, None
-    if attention_mask is not None:
-        key_mask = _as_key_mask(attention_mask, query.shape[0], key.shape[2])
-        layer = getattr(module, "layer_idx", None)
-        # A compiled graph holds all layers, and its compiler merges equal computations.
-        if torch.compiler.is_compiling() or layer is None:
-            kv_start, kv_lens = _find_range(key_mask)
-        else:
-            kv_start, kv_lens = _ranges.find(attention_mask, key_mask, layer)
-    out = flash_decode(
-        query, key, value, scale=scaling, key_mask=key_mask, kv_start=kv_start, kv_lens=kv_lens, softcap=softcap,
-        sinks=None if s_aux is None else s_aux.float(),
-    )  # [B, Hq, 1, Dv]  # fmt: skip
-    assert isinstance(out, Tensor), "no lse was asked for"
+    scores = {"scale": scaling, "softcap": softcap, "sinks": None if s_aux is None else s_aux.float()}
+    if isinstance(key, CachedSide) and isinstance(value, CachedSide) and query.shape[2] != 1:
+        out = _decode_blocks(module, query, key, value, attention_mask, scores, options)
+    else:
+        if attention_mask is not None:
+            key_mask = _as_key_mask(attention_mask, query.shape[0], key.shape[2])
+            kv_start, kv_lens = _find_once(module, attention_mask, lambda: _find_range(key_mask))
+            scores |= {"key_mask": key_mask, "kv_start": kv_start, "kv_lens": kv_lens}
+        out = _decode(query, key, value, **scores)
     _count()
     return out.transpose(1, 2), None
+
+
+def _decode(query: Tensor, key: Tensor | CachedSide, value: Tensor | CachedSide, **options: Any) -> Tensor:
+    """flash_decode() of what a cache gave; [B, Hq, Lq, Dv]."""
+    (k, k_form, k_scale), (v, v_form, v_scale) = _open(key), _open(value)
+    if k_form is not None or v_form is not None:
+        options |= {"kv_format": KVFormat(k_form, v_form), "k_scale": k_scale, "v_scale": v_scale}
+    out = flash_decode(query, k, v, **options)
+    assert isinstance(out, Tensor), "no lse was asked for"
+    return out
+
+
+def _open(x: Tensor | CachedSide) -> tuple[Tensor, CodeFormat | None, Tensor | None]:
+    """What flash_decode() takes of one side of a cache."""
+    return (x.codes, x.form, x.scale) if isinstance(x, CachedSide) else (x, None, None)
+
+
+def _decode_blocks(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: CachedSide,
+    value: CachedSide,
+    attention_mask: Tensor | None,
+    scores: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """Several new tokens over what a DecodeCache holds, as many at a time as flash_decode() takes."""
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    window, key_mask = options.get("sliding_window"), None
+    if attention_mask is not None:
+        key_mask = _find_once(module, attention_mask, lambda: _find_key_mask(attention_mask, batch, kv_len, window))
+    elif options.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError(f"is_causal must be True for several tokens at a time over a DecodeCache, got False; {_HINT}")
+    outs = []
+    for first in range(0, q_len, MAX_Q_LEN):
+        last = min(first + MAX_Q_LEN, q_len)
+        seen = kv_len - q_len + last  # keys up to the last of these tokens
+        scores |= {"window": window and window - 1, "key_mask": None if key_mask is None else key_mask[:, :seen]}
+        outs.append(_decode(query[:, :, first:last], key.first(seen), value.first(seen), **scores))
+    return torch.cat(outs, dim=2)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What this version of Transformers calls the cache in a model's call and in generate()."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def batched_attention(
@@ -410,10 +469,48 @@ def _find_range(key_mask: Tensor) -> tuple[Tensor, Tensor]:
     return kv_start, kv_lens
 
 
-class _Ranges(threading.local):
-    """The ranges of the present step's masks, which all layers of the step share.
+def _find_key_mask(attention_mask: Tensor, batch: int, kv_len: int, window: int | None) -> Tensor | None:
+    """[B, N] bool, the keys that are no padding, or None for all; the mask hides others only by order and window.
 
-    A mask's range holds for the layers after the one that asked first; an earlier or the same layer begins a new step,
+    The mask is read on the host, once a step: one that hides other keys would silently be another attention.
+    """
+    _check_mask_dtype(attention_mask)
+    shape = attention_mask.shape
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] != 1 or shape[3] != kv_len:
+        raise ValueError(
+            f"attention_mask must have shape [{batch}, 1, Lq, {kv_len}] for attn_implementation={NAME!r}, "
+            f"the same for all heads, got {list(shape)}; {_HINT}"
+        )
+    n = torch.arange(kv_len, device=attention_mask.device)
+    own = n[kv_len - shape[2] :, None]  # each token's own position
+    seen = n <= own
+    if window is not None:
+        seen = seen & (n > own - window)
+    mask = attention_mask[:, 0]
+    if torch.equal(mask, seen.expand_as(mask)):
+        return None
+    key_mask = mask.any(dim=1)
+    if not torch.equal(mask, seen & key_mask[:, None]):
+        raise ValueError(
+            "attention_mask must hide keys by order, window and padding alone for several tokens at a time over a "
+            f"DecodeCache, got one that hides others; {_HINT}"
+        )
+    return key_mask.expand(batch, kv_len)
+
+
+def _find_once(module: torch.nn.Module, mask: Tensor, find: Callable[[], Any]) -> Any:
+    """find(), which looks at a mask alone: once for all layers of a step where that can be told."""
+    layer = getattr(module, "layer_idx", None)
+    # A compiled graph holds all layers, and its compiler merges equal computations.
+    if torch.compiler.is_compiling() or layer is None:
+        return find()
+    return _ranges.find(mask, layer, find)
+
+
+class _Ranges(threading.local):
+    """What was found of the present step's masks, which all layers of the step share.
+
+    What was found holds for the layers after the one that asked first; an earlier or the same layer begins a new step,
     where the mask may have new contents. So a mask that is updated in place is right, also where PyTorch keeps no
     version counter (inference mode) and where a CUDA graph is captured after eager steps.
     """
@@ -421,12 +518,12 @@ class _Ranges(threading.local):
     def __init__(self) -> None:
         self._by_mask: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def find(self, mask: Tensor, key_mask: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """_find_range(key_mask), taken from an earlier layer of the step if there is one."""
+    def find(self, mask: Tensor, layer: int, find: Callable[[], Any]) -> Any:
+        """find(), taken from an earlier layer of the step if there is one."""
         version = None if mask.is_inference() else mask._version
         found = self._by_mask.get(mask)
         if found is None or found[0] >= layer or found[1] != version:
-            found = (layer, version, _find_range(key_mask))
+            found = (layer, version, find())
         self._by_mask[mask] = (layer, version, found[2])
         return found[2]
 
