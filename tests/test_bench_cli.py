@@ -63,6 +63,17 @@ def test_bench_writes_what_it_measured_after_each_row(tmp_path: Path):
     assert "shape: µs per decode step" in output
 
 
+def test_bench_quantises_the_caches_of_given_shapes(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(bench, "Method", lambda: Method(rotated_bytes=100_000))
+    call(
+        "bench", "--device", "cpu", "--shape", "1,4,2,300,64", "--kv-format", "int4", "--peer", "none",
+        "--json", str(tmp_path / "all.json"),
+    )  # fmt: skip
+    (row,) = read_results(tmp_path / "all.json")["rows"]
+    assert (row["status"], row["dtype"], row["kv_dtype"]) == ("ok", "float32", "int4:group64")
+    assert row["bytes"] == 2 * 2 * 300 * (32 + 2)
+
+
 MEASURE = ("bench", "--device", "cpu", "--shape", "1,2,2,64,32", "--peer", "none")
 
 
@@ -134,7 +145,7 @@ def test_the_summary_fits_into_80_columns_and_details_are_asked_for(tmp_path: Pa
 def test_summaries_of_paged_suites_fit_into_80_columns(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(bench, "console", Console(width=80))
     times = {"us_graph_spread": 0.1, "us_eager": 30.0, "us_host": 20.0, "read_floor_us": 1000.0, "max_abs_err": 1e-4}
-    for suite in ("ragged", "options"):
+    for suite in ("ragged", "options", "quantised"):
         rows = [
             empty_row(case, impl, "ok") | times | {"us_graph": us, "plan_us": 12345.0}
             for case in SUITES[suite]
@@ -144,7 +155,14 @@ def test_summaries_of_paged_suites_fit_into_80_columns(tmp_path: Path, monkeypat
     result = CliRunner().invoke(app, ["bench", "--report", str(tmp_path)])
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     assert "…" not in result.stdout
-    for whole in ("(FlashAttention-3,", "13000", "options: what the options cost", "1070–39517,", "page 16"):
+    for whole in (
+        "fp8_e4m3:tensor",
+        "(FlashAttention-3,",
+        "13000",
+        "options: what the options cost",
+        "1070–39517,",
+        "page 16",
+    ):
         assert whole in result.stdout
 
 
@@ -169,6 +187,9 @@ def test_report_redraws_without_a_gpu(tmp_path: Path):
         (["--suite", "nope"], f"--suite must be one of {', '.join(SUITES)} or all, got 'nope'"),
         (["--device", "tpu"], "--device must be auto, cuda or cpu, got 'tpu'"),
         (["--dtype", "int8"], "--dtype must be one of bfloat16, float16, float32, bf16, fp16, fp32, got 'int8'"),
+        (["--kv-format", "int8"], "--kv-format must be given with --shape"),
+        (["--shape", "1,2,2,64,64", "--kv-format", "int3", "--device", "cpu"],
+         "--kv-format must name one format of keys and of values, as 'fp8' or 'int4:group32', got 'int3'"),
         (["--suite", "cpu", "--peer", "nope"], "--peer must be one of flash_decoding"),
         (["--report", "/no/such/file.json"], "/no/such/file.json does not exist"),
         (["--threads", "-1", "--device", "cpu"], "--threads must be at least 1, got -1"),
@@ -178,7 +199,7 @@ def test_report_redraws_without_a_gpu(tmp_path: Path):
         *[
             (["--report", ".", *option], f"{option[0]} must be given without --report, which measures nothing")
             for option in (["--json", "x"], ["--suite", "cpu"], ["--shape", "1,2,2,64,64"], ["--dtype", "float16"],
-                           ["--peer", "sdpa"], ["--threads", "2"], ["--results-dir", "x"])
+                           ["--kv-format", "int8"], ["--peer", "sdpa"], ["--threads", "2"], ["--results-dir", "x"])
         ],
     ],
 )  # fmt: skip

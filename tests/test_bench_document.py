@@ -36,6 +36,12 @@ def test_the_block_holds_the_table_and_the_picture():
     assert "![" not in render_block(ROWS, ENVIRONMENT, None)
 
 
+def test_the_picture_of_quantised_caches_is_another():
+    case = Case("quantised", "f", Shape(1, 32, 8, 8192, 128), "bfloat16", kv_format="fp8")
+    block = render_block([empty_row(case, "flash_decoding", "ok")], ENVIRONMENT, "images/quantised.svg")
+    assert "![Time as a share of a 16-bit cache's, ours and other libraries](images/quantised.svg)" in block
+
+
 @pytest.mark.parametrize("text", ["", BEGIN, END, f"{END}\n{BEGIN}"])
 def test_a_document_without_marks_is_refused(text: str):
     with pytest.raises(ValueError, match="the document must have a line"):
@@ -71,3 +77,18 @@ def test_the_readme_and_its_picture_are_drawn_from_the_files():
     assert picture is not None, "the block must link its picture"
     assert block == render_block(rows, results[0]["environment"], picture[1])
     assert fingerprint(rows) in (ROOT / picture[1]).read_text()
+
+
+def test_quantised_caches_in_the_documents_are_those_of_the_file():
+    """`make results` draws docs/performance.md's table and picture where the suite was measured; before, both lack."""
+    path = ROOT / "docs" / "performance.md"
+    block, file = find_block(path.read_text()), RESULTS / "nvidia-h200" / "quantised.json"
+    assert block is not None, f"{path} must have a marked block for the results"
+    if not file.exists():
+        assert block.split() == [*BEGIN.split(), *END.split()]
+        return
+    results = read_results(file)
+    picture = re.search(r"!\[.*\]\((.*)\)", block)
+    assert picture is not None, "the block must link its picture"
+    assert block == render_block(results["rows"], results["environment"], picture[1])
+    assert fingerprint(results["rows"]) in (path.parent / picture[1]).read_text()

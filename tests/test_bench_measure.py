@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from flash_decoding.bench.read_floor import Floor
 from flash_decoding.bench.results import empty_row
 from flash_decoding.bench.run import _build_jobs, build_peers, run
 from flash_decoding.bench.timing import Method, Timed
-from flash_decoding.bench.workloads import SUITES, Case, Options, Shape
+from flash_decoding.bench.workloads import DENSE, SUITES, Case, Options, Shape
 
 CASE = Case("x", "small", Shape(1, 4, 2, 100, 32), "float32", "cpu")
 QUICK = Method(rotated_bytes=100_000, cpu_repeats=3, cpu_us=1000)
@@ -72,7 +74,7 @@ def test_a_gpu_row_keeps_the_repeats_of_both_times(stage, monkeypatch):
     monkeypatch.setattr(measure, "capture", lambda calls: ("graph", [call() for call in calls]))
     monkeypatch.setattr(measure, "time_graph", lambda graph, *args, **options: times)
     monkeypatch.setattr(measure, "time_eager", lambda calls, us, method: (times, times))
-    monkeypatch.setattr(measure, "check_output", lambda out, want, dtype: (0.0, None))
+    monkeypatch.setattr(measure, "check_output", lambda out, want, dtype, tolerance: (0.0, None))
     prepared = Prepared("", [lambda: torch.zeros(1)] * 2)
     row = measure._measure_on_gpu(prepared, stage, QUICK)["finish"]()
     assert row["us_graph_repeats"] == row["us_eager_repeats"] == [1.0, 2.0, 5.0]
@@ -83,6 +85,21 @@ def test_a_wrong_result_gets_no_number(stage):
     row = measure_peer(make_peer(("wrong", wrong)), stage, QUICK)
     assert row["status"].startswith("wrong: the largest error is ")
     assert row["us_eager"] is None
+
+
+def test_a_kernel_of_eight_bits_has_a_tolerance_of_its_own(stage):
+    def off(q, k, v):
+        out = right(q, k, v)
+        return out + 0.1 * out.abs().amax((1, 2, 3), keepdim=True)
+
+    def variants(case, copies, tolerance):
+        yield lambda: Prepared("", [lambda x=x: off(*x) for x in copies], tolerance=tolerance)
+
+    peers = [Peer("x", "X", "cpu", partial(variants, tolerance=tolerance)) for tolerance in (0.125, 0.09, None)]
+    rows = [measure_peer(peer, stage, QUICK) for peer in peers]
+    assert [row["status"].partition(":")[0] for row in rows] == ["ok", "wrong", "wrong"]
+    assert rows[0]["tolerance"] == 0.125
+    assert measure_peer(make_peer(("", right)), stage, QUICK)["tolerance"] == 2.0**-13
 
 
 def test_one_failing_variant_does_not_hide_the_other(stage):
@@ -155,6 +172,24 @@ def test_options_are_measured_like_everything_else():
     assert all(row["read_floor_us"] > 0 for row in rows)
 
 
+def test_codes_are_measured_beside_the_plain_cache():
+    shape, paged = Shape(2, 4, 2, 100, 64), Options(page_size=16, kv_lens=(100, 7))
+    plain = Case("quantised", "plain", shape, "bfloat16", "cpu", paged, ours_only=True)
+    formats = ("fp8", "fp8:token", "int8", "int8:tensor", "int4")
+    coded = [
+        replace(plain, name=name, kv_format=name, baseline="plain", ours_only=False, options=options)
+        for name in formats for options in (paged, DENSE)
+    ]  # fmt: skip
+    rows = [value for kind, value in run([plain, *coded], QUICK, ["sdpa"]) if kind == "row"]
+    assert [(row["impl"], row["kv_dtype"]) for row in rows if row["case"] == "plain"] == [(OURS, "bfloat16")]
+    ours, sdpa = ([row for row in rows if row["impl"] == impl and row["case"] != "plain"] for impl in (OURS, "sdpa"))
+    assert [row["status"] for row in ours] == ["ok"] * len(coded)
+    assert [(row["kv_dtype"], row["bytes"]) for row in ours] == [(case.kv_dtype, case.kv_bytes) for case in coded]
+    assert all(row["read_floor_us"] > 0 for row in ours)
+    assert {row["tolerance"] for row in ours} == {2 * torch.finfo(torch.bfloat16).eps}
+    assert {row["status"] for row in sdpa} == {"unsupported: takes no quantised cache of these formats"}
+
+
 def test_a_peer_that_kills_its_process_costs_its_own_row(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, torch\n"
@@ -194,6 +229,16 @@ def test_what_options_compile_is_built_where_it_runs(monkeypatch):
     assert not [case for case, peer in jobs if peer.name == "flex_attention" and str(case.options)]
 
 
+def test_only_codes_are_built_for_the_suite_of_quantised_caches(monkeypatch):
+    monkeypatch.setattr(Peer, "installed", lambda self: True)
+    jobs = _build_jobs(SUITES["quantised"], None)
+    assert {case.kv_format for case, _ in jobs} == {"fp8"}
+    # FlashInfer's CUDA-core kernel once for batches and once for a single request; XQA for 1 and 4 rows, two pages.
+    counts = {name: sum(peer.name == name for _, peer in jobs) for name in ("flashinfer", "flashinfer_tc", "xqa")}
+    assert counts == {"flashinfer": 2, "flashinfer_tc": 1, "xqa": 3}
+    assert len(jobs) == 6
+
+
 def test_nothing_to_build_starts_no_process(monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("a process was started")
@@ -204,13 +249,14 @@ def test_nothing_to_build_starts_no_process(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_format", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize(
     "options",
     [Options(page_size=16, kv_lens=(5, 2000, 700)), Options(page_size=64), Options(q_len=4), Options(window=100)],
     ids=str,
 )
-def test_options_are_timed_in_a_graph(options: Options):
-    case = Case("x", "x", Shape(3, 8, 2, 2000, 128), "bfloat16", options=options)
+def test_options_are_timed_in_a_graph(options: Options, kv_format: str | None):
+    case = Case("x", "x", Shape(3, 8, 2, 2000, 128), "bfloat16", options=options, kv_format=kv_format)
     method = Method(rotated_bytes=20_000_000, eager_repeats=2)
     stage = make_stage(case, method, {})
     assert stage.floor.bytes == case.kv_bytes

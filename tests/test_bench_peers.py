@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
 from flash_decoding import reference
-from flash_decoding.bench.peers import OURS, label_of, peers_for
+from flash_decoding.bench.peers import OURS, label_of, peers_for, peers_on
 from flash_decoding.bench.peers.base import Peer, one_line
-from flash_decoding.bench.timing import make_inputs, reference_by_head
+from flash_decoding.bench.timing import check_output, make_inputs, reference_by_head
 from flash_decoding.bench.workloads import Case, Options, Shape
 
 # 133 keys: no multiple of a page; three query heads share a KV head.
@@ -41,6 +42,14 @@ REFUSED = {
     "flashinfer": {"tokens": "its CUDA-core kernel takes one query token per sequence"},
     "xqa": {"tokens": "called here with one query token per sequence only; more need a packed mask"},
 }
+# Caches in fp8, and one that no other library reads.
+CODES = [
+    Case("x", "gqa", Shape(2, 6, 2, 133, 64), "bfloat16", "cpu", kv_format="fp8"),
+    Case("x", "single", Shape(1, 4, 4, 128, 64), "bfloat16", "cpu", kv_format="fp8"),
+    Case("x", "ragged", SHAPE, "bfloat16", "cpu", Options(page_size=16, kv_lens=(5, 64, 133)), kv_format="fp8"),
+]
+INT8 = Case("x", "int8", SHAPE, "bfloat16", "cpu", kv_format="int8")
+READ_FP8 = ("fa3", "fa3_tuned", "flashinfer", "flashinfer_tc", "xqa")
 NAMES = ["flash_decoding", "flash_decoding_unsplit", "sdpa", "sdpa_packed", "sdpa_math", "flash_attn2", "fa3",
          "fa3_tuned", "xformers", "flashinfer", "flashinfer_tc", "xqa"]  # fmt: skip
 
@@ -69,19 +78,21 @@ class Wrapper:
         kv_data_type,
     ):  # fmt: skip
         assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
-        assert q_data_type == kv_data_type == torch.bfloat16
+        assert q_data_type == torch.bfloat16
+        self.kv_data_type = kv_data_type
         self.indptr, self.indices, self.last, self.page_size = indptr, indices, last_page_len, page_size
         self.heads = heads_q, heads_kv, head_dim
         self.starts, self.masks = range(len(last_page_len) + 1), {"window": window_left}
 
-    def run(self, q, cache):
+    def run(self, q, cache, k_scale=None, v_scale=None):
+        assert all(x.dtype == self.kv_data_type for x in cache)
         assert q.shape[1:] == (self.heads[0], self.heads[2])
         outs = []
         for b in range(len(self.last)):
             pages = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
             keys = (len(pages) - 1) * self.page_size + int(self.last[b])
             k, v = (gather(x, pages, keys, self.layout) for x in cache)
-            outs.append(attend(q[self.starts[b] : self.starts[b + 1]], k, v, **self.masks))
+            outs.append(attend(q[self.starts[b] : self.starts[b + 1]], *scaled(k, v, k_scale, v_scale), **self.masks))
         return torch.cat(outs)
 
 
@@ -104,7 +115,15 @@ def gather(pool, pages, keys, layout):
     return x.reshape(-1, *x.shape[2:])[:keys]
 
 
-def single_decode(q, k, v, kv_layout="NHD", window_left=-1):
+def scaled(k, v, k_scale, v_scale):
+    """Codes times a number, which a library wants as a float on the host."""
+    assert (k_scale is None) == (k.dtype == torch.bfloat16)
+    assert all(x is None or type(x) is float for x in (k_scale, v_scale))
+    return (k, v) if k_scale is None else (k.float() * k_scale, v.float() * v_scale)
+
+
+def single_decode(q, k, v, kv_layout="NHD", window_left=-1, k_scale=None, v_scale=None):
+    k, v = scaled(k, v, k_scale, v_scale)
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     return attend(q[None], k, v, window=window_left)[0]
@@ -114,19 +133,27 @@ def xqa(query, cache, workspace, block_tables, seq_lens, max_seq_len, bmm1_scale
     assert seq_lens.dtype == torch.uint32
     page_size = cache[0].shape[1 if kv_layout == "NHD" else 2]
     assert max_seq_len <= block_tables.shape[1] * page_size
-    assert bmm2_scale == 1.0
+    assert type(bmm1_scale) is type(bmm2_scale) is float
+    assert bmm2_scale == 1.0 or cache[0].dtype == cache[1].dtype == torch.float8_e4m3fn
     outs = []
     for b in range(query.shape[0]):
         k, v = (gather(x, block_tables[b].long(), int(seq_lens[b].to(torch.int64)), kv_layout) for x in cache)
-        outs.append(attend(query[b : b + 1], k, v, scale=bmm1_scale, window=window_left))
+        out = attend(query[b : b + 1].float(), k, v, scale=bmm1_scale, window=window_left)
+        outs.append((out * bmm2_scale).to(query.dtype))
     return torch.cat(outs)
 
 
 def with_kvcache(
     q, k, v, cache_seqlens=None, page_table=None, scheduler_metadata=None, num_splits=0, causal=False,
-    window_size=(-1, -1),
+    window_size=(-1, -1), k_descale=None, v_descale=None,
 ):  # fmt: skip
-    """flash_attn_with_kvcache of both generations: [B, L, H, D], masks aligned bottom right."""
+    """flash_attn_with_kvcache of both generations: [B, L, H, D], masks aligned bottom right; fp8 all or nothing."""
+    assert q.dtype == k.dtype == v.dtype
+    if k_descale is not None:
+        assert q.dtype == torch.float8_e4m3fn
+        assert k_descale.shape == v_descale.shape == (q.shape[0], k.shape[2])
+        # All the same, so that pages need not be told apart.
+        k, v = (x.float() * scale[0, 0] for x, scale in ((k, k_descale), (v, v_descale)))
     left, right = window_size
     assert causal or right == 0 or q.shape[1] == 1
     masks = {"causal": causal or right == 0, "window": None if left == -1 else left}
@@ -142,7 +169,7 @@ def with_kvcache(
         masks |= {"block_table": page_table, "kv_lens": cache_seqlens}
     elif cache_seqlens is not None:
         assert torch.equal(cache_seqlens, torch.full((q.shape[0],), k.shape[1], dtype=torch.int32))
-    return reference(q.float(), k.float(), v.float(), layout="bnhd", **masks).to(q.dtype)
+    return reference(q.float(), k.float(), v.float(), layout="bnhd", **masks).to(torch.bfloat16)
 
 
 def split_k(q, k, v, op):
@@ -198,6 +225,36 @@ def test_every_variant_computes_the_options_or_the_peer_refuses_them(name: str, 
         run_every_variant(peer, case)
 
 
+@pytest.mark.parametrize("case", CODES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["flash_decoding", *READ_FP8])
+def test_every_variant_computes_fp8(name: str, case: Case, stand_ins, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    peer = find_peer(name)
+    assert peer.refuses(case) is None
+    run_every_variant(peer, case)
+    exact = name not in ("fa3", "fa3_tuned", "xqa")
+    prepared = next(iter(peer.variants(case, make_inputs(case, 1, seed=0))))()
+    assert prepared.tolerance == (None if exact else 0.125)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_peers_say_which_codes_they_lack(name: str, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    reason = {
+        "flash_decoding_unsplit": "measured on 16-bit caches only",
+        **dict.fromkeys(READ_FP8, "of these formats it takes fp8_e4m3:tensor only"),
+    }.get(name, "takes no quantised cache of these formats")
+    assert find_peer(name).refuses(INT8) == reason
+    paged = replace(INT8, options=Options(page_size=16))
+    assert find_peer(name).refuses(paged) == reason
+
+
+def test_a_case_of_ours_alone_has_no_other_peers():
+    alone = replace(CASES[0], ours_only=True)
+    assert [peer.name for peer in peers_on(alone)] == [peer.name for peer in peers_on(alone, ["sdpa"])] == [OURS]
+    assert len(peers_on(CASES[0])) > 1
+
+
 def find_peer(name: str) -> Peer:
     (peer,) = [peer for peer in peers_for("cuda") if peer.name == name]
     return peer
@@ -214,7 +271,9 @@ def run_every_variant(peer: Peer, case: Case) -> None:
                 out = prepared.to_bhnd(call())
             want = reference_by_head(case, inputs)
             assert out.shape == want.shape
-            torch.testing.assert_close(out.double(), want, rtol=0.02, atol=2e-3)
+            if case.form is None:
+                torch.testing.assert_close(out.double(), want, rtol=0.02, atol=2e-3)
+            assert check_output(out, want, "bfloat16", prepared.tolerance)[1] is None
         ran.add(prepared.variant)
     assert ran
 

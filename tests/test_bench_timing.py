@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flash_decoding import flash_decode, reference
-from flash_decoding.bench import read_floor
+from flash_decoding import flash_decode, quantize_kv, reference
+from flash_decoding.bench import read_floor, timing
 from flash_decoding.bench.paging import make_pages
-from flash_decoding.bench.read_floor import Floor, measure_floor
+from flash_decoding.bench.read_floor import Floor, ReadSetting, make_read_calls, measure_floor
 from flash_decoding.bench.timing import (
     Inputs,
     Method,
@@ -27,6 +29,7 @@ from flash_decoding.bench.timing import (
     time_graph,
 )
 from flash_decoding.bench.workloads import DENSE, Case, Options, Shape
+from flash_decoding.quantization import KVFormat
 
 SMALL = Case("x", "x", Shape(2, 6, 2, 77, 32), "float32", "cpu")
 
@@ -76,6 +79,42 @@ def test_reference_by_head_is_the_reference(options: Options):
         arguments |= {"block_table": pages.table, "kv_lens": pages.lens}
     assert inputs.q.shape == (2, 6, options.q_len, 32)
     torch.testing.assert_close(reference_by_head(case, inputs), reference(*inputs, **arguments), rtol=0, atol=1e-14)
+
+
+FORMATS = ("fp8", "fp8_e5m2:head", "fp8:token", "int8", "int8:tensor", "int4:group32", "int4:group32+zero")
+
+
+@pytest.mark.parametrize("options", [DENSE, Options(page_size=16, kv_lens=(5, 77))], ids=["dense", "paged"])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_codes_are_those_of_the_same_numbers_a_few_heads_at_a_time(kv_format: str, options: Options, monkeypatch):
+    case = replace(SMALL, dtype="bfloat16", options=options)
+    plain = make_inputs(case, 1, seed=0)[0]
+    want = quantize_kv(plain.k, plain.v, kv_format)
+    monkeypatch.setattr(timing, "_ELEMENTS_AT_ONCE", 3 * case.cache_shape[2] * case.shape.head_dim)
+    coded = replace(case, kv_format=kv_format)
+    found = make_inputs(coded, 1, seed=0)[0]
+    assert torch.equal(found.q, plain.q)
+    for name in ("k", "v"):
+        codes = getattr(want, name)
+        assert getattr(found, name).dtype == codes.dtype
+        assert torch.equal(getattr(found, name).view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(getattr(found, f"{name}_scale"), getattr(want, f"{name}_scale"))
+    assert sum(x.numel() for x in found.in_memory()) == coded.cache_bytes
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * 77 * 32, 1 << 25])  # one head, the three of a KV head, all
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str(options) or "dense")
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_reference_of_codes_is_that_of_their_numbers(kv_format: str, options: Options, at_once: int, monkeypatch):
+    case = replace(SMALL, dtype="bfloat16", options=options, kv_format=kv_format)
+    inputs = make_inputs(case, 1, seed=0)[0]
+    arguments = {"window": options.window, "k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
+    if options.page_size is not None:
+        pages = make_pages(case, options.page_size, inputs.q.device)
+        arguments |= {"block_table": pages.table, "kv_lens": pages.lens}
+    want = reference(*inputs, kv_format=KVFormat.parse(kv_format), **arguments)
+    monkeypatch.setattr(timing, "_ELEMENTS_AT_ONCE", at_once)
+    torch.testing.assert_close(reference_by_head(case, inputs), want, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -147,6 +186,31 @@ def test_cpu_floor_of_a_part_reads_that_part_alone(monkeypatch):
     case = Case("x", "x", Shape(1, 1, 1, 4096, 64), "float32", "cpu", Options(window=99))
     assert measure_floor(make_inputs(case, 2, seed=0), Method(cpu_us=0), case.kv_bytes).bytes == case.kv_bytes
     assert set(read) == {case.kv_bytes // 2}
+
+
+def test_cpu_floor_of_codes_reads_the_scales_too(monkeypatch):
+    read = []
+    monkeypatch.setattr(read_floor, "_cpu_reader", lambda: lambda words: read.append(words.nbytes))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for kv_format, nbytes in (("fp8", 4096 * 64), ("int8", 4096 * 68), ("int4", 4096 * 34)):
+        case = Case("x", "x", Shape(1, 1, 1, 4096, 64), "float32", "cpu", kv_format=kv_format)
+        read.clear()
+        assert measure_floor(make_inputs(case, 2, seed=0), Method(cpu_us=0), case.kv_bytes).bytes == case.kv_bytes
+        assert set(read) == {nbytes}
+
+
+def test_gpu_floor_reads_whole_64_bytes(monkeypatch):
+    """A single scale behind the codes would else make every load narrower."""
+    read = []
+    monkeypatch.setitem(
+        sys.modules, "flash_decoding.bench.read_kernel",
+        SimpleNamespace(launch_read=lambda k, v, *rest: read.append((k.numel(), v.numel()))),
+    )  # fmt: skip
+    for kv_format in ("fp8", "int8", "int4"):
+        case = Case("x", "x", Shape(1, 2, 2, 160, 64), "bfloat16", "cpu", kv_format=kv_format)
+        sides = [copy.in_memory() for copy in make_inputs(case, 1, seed=0)]
+        make_read_calls(sides, ReadSetting(1024, 4, 1, 1), 132, case.kv_bytes)[0]()
+        assert read[-1][0] == read[-1][1] == case.kv_bytes // 128 * 16
 
 
 def test_cpu_floor_is_a_median_as_our_times_are(monkeypatch):

@@ -83,9 +83,46 @@ def test_bytes_of_paged_ragged_and_windowed_caches():
     assert short.kv_bytes == (50 + 101) * per_key
 
 
+# Bytes of 128 elements and of their scales: a float32 per token, a float16 per group.
+ROW_BYTES = {None: 256, "fp8": 128, "fp8:token": 132, "int8": 132, "int8:tensor": 128, "int4": 68}
+
+
+def test_quantised_caches_are_those_of_the_anchors_and_the_ragged_ones():
+    cases = SUITES["quantised"]
+    dense, paged = ([case for case in cases if (case.options == DENSE) == plain] for plain in (True, False))
+    assert {sizes(case) for case in dense} == {
+        (2, 8, 8, 65536, 128), (16, 32, 8, 8192, 128), (1, 32, 8, 131072, 128), (1, 32, 8, 8192, 128)
+    }  # fmt: skip
+    assert {case.kv_format for case in dense} == set(ROW_BYTES)
+    assert len(dense) == 4 * len(ROW_BYTES)
+    assert {(case.kv_lens, case.options.page_size, case.kv_format) for case in paged} == {
+        (lens, page_size, kv_format) for _, lens in RAGGED for page_size in (16, 64) for kv_format in (None, "fp8")
+    }
+    for case in cases:
+        keys, once = 8 * sum(case.kv_lens), 4 * (case.form is not None and case.form.scale == "tensor")
+        assert case.kv_bytes == 2 * (keys * ROW_BYTES[case.kv_format] + once)
+        assert case.cache_bytes >= case.kv_bytes
+
+
+def test_quantised_caches_are_compared_with_the_same_cache_in_16_bits():
+    cases = {case.name: case for case in SUITES["quantised"]}
+    for case in cases.values():
+        assert (case.kv_format is None) == case.ours_only == (case.baseline is None)
+        if case.baseline is not None:
+            plain = cases[case.baseline]
+            assert (plain.kv_format, plain.shape, plain.options) == (None, case.shape, case.options)
+            assert (plain.kv_dtype, case.kv_dtype) == ("bfloat16", str(case.form))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Case("x", "x", Shape(1, 2, 1, 64, 96), "float16", kv_format="int4"),
+         "kv_format must have a group that divides head_dim 96, got 'int4'"),
+        (lambda: Case("x", "x", Shape(1, 2, 1, 64, 64), "float16", kv_format="int3"),
+         "kv_format must name one format of keys and of values, as 'fp8' or 'int4:group32', got 'int3'"),
+        (lambda: Case("x", "x", Shape(1, 2, 1, 64, 64), "float16", kv_format="int8:channel"),
+         "kv_format must name one format of keys and of values"),
         (lambda: Options(page_size=0), "page_size must be at least 1, got 0"),
         (lambda: Options(kv_lens=(5, 5)), "kv_lens must be given with a page_size, got none"),
         (lambda: Case("x", "x", Shape(2, 2, 1, 64, 16), "float32", options=Options(page_size=4, kv_lens=(5,))),
@@ -131,12 +168,17 @@ def test_select_with_a_dtype_measures_each_shape_once():
 
 
 def test_select_with_a_dtype_keeps_the_options():
-    for suite in ("ragged", "options"):
+    for suite in ("ragged", "options", "quantised"):
         cases = select_cases([suite], [], "float16", "cuda")
         assert {case.dtype for case in cases} == {"float16"}
-        assert [(c.name, c.options, c.baseline) for c in cases] == [
-            (c.name, c.options, c.baseline) for c in SUITES[suite]
+        assert [(c.name, c.options, c.baseline, c.kv_format) for c in cases] == [
+            (c.name, c.options, c.baseline, c.kv_format) for c in SUITES[suite]
         ]
+
+
+def test_given_shapes_are_quantised_where_asked():
+    (case,) = select_cases([], ["1,2,1,64,64"], None, "cpu", "int8:head")
+    assert (case.name, case.dtype, case.kv_dtype) == ("b1-h2x1-n64-d64-int8:head", "float32", "int8:head")
 
 
 @pytest.mark.parametrize(

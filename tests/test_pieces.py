@@ -128,9 +128,7 @@ def test_pieces_hold_every_tile_once(target, batch, heads, at_once, pieces, side
     total = sum(counts) * heads
     assert (total <= at_once) is side_by_side, "the case is of the kind that it should be"
 
-    programs, slots = list_pieces(
-        total + 3, target.device, kv_lens, kv_start, capacity, batch, heads, at_once, pieces
-    )
+    programs, slots = list_pieces(total + 3, target.device, kv_lens, kv_start, capacity, batch, heads, at_once, pieces)
     found, beyond = programs[:total], programs[total:]
     assert all(piece.count > 0 for piece in found)
     assert all(piece.count == 0 for piece in beyond)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from flash_decoding.bench.plots import (
     roofline_figure,
     save,
     schedule_figure,
+    suite_figure,
 )
 from flash_decoding.bench.results import empty_row
 from flash_decoding.bench.roofline import Ceilings
@@ -41,6 +43,29 @@ def texts(figure) -> str:
     from matplotlib.text import Text
 
     return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+def test_quantised_caches_are_bars_beside_the_plain_one():
+    plain = Case("quantised", "p", Shape(1, 32, 8, 8192, 128), "bfloat16", ours_only=True)
+    formats = [
+        replace(plain, name=name, kv_format=name, baseline=baseline, ours_only=False)
+        for name, baseline in (("fp8", "p"), ("int4", "p"), ("int8", "lost"))
+    ]
+    measured = [(plain, "flash_decoding", 20.0), (formats[0], "xqa", 60.0), (formats[0], "flash_decoding", 11.0),
+                (formats[0], "fa3", 18.0), (formats[0], "fa3_tuned", 16.0), (formats[1], "flash_decoding", 7.0),
+                (formats[2], "flash_decoding", 9.0)]  # fmt: skip
+    rows = [empty_row(case, impl, "ok") | {"us_graph": us, "read_floor_us": 10.0} for case, impl, us in measured]
+    figure = suite_figure([*rows, empty_row(formats[0], "flashinfer", "error: no")], "quantised, a GPU")
+    (axes,) = figure.axes
+    names = ["ours, fp8_e4m3:tensor", "ours, int4:group64", "FlashAttention-3, fp8_e4m3:tensor", "XQA, fp8_e4m3:tensor"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+    # Of each library the faster call; what is too high ends at the edge and says how high it is.
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([0.55, 0.35, 0.8, 1.6])
+    assert "3.0" in texts(figure)
+    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([0.5] * 4 + [1.0])
+    assert (
+        over_floor_figure(make_rows(), "x").axes[0].get_ylabel() == suite_figure(make_rows(), "x").axes[0].get_ylabel()
+    )
 
 
 def test_over_floor_orders_by_bytes_and_leaves_out_what_is_far_away():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_decoding.bench.results import Row
-from flash_decoding.bench.tables import summary_markdown
+from flash_decoding.bench.tables import is_quantised, summary_markdown
 
 BEGIN, END = "<!-- results: begin, drawn by `make results` -->", "<!-- results: end -->"
 
@@ -34,7 +34,8 @@ def render_block(rows: Sequence[Row], environment: dict[str, Any], picture: str 
     )
     parts = [BEGIN, where, summary_markdown(rows)]
     if picture is not None:
-        parts.append(f"![Time over the read floor, ours and other libraries]({picture})")
+        what = "as a share of a 16-bit cache's" if any(map(is_quantised, rows)) else "over the read floor"
+        parts.append(f"![Time {what}, ours and other libraries]({picture})")
     return "\n\n".join([*parts, END])
 
 

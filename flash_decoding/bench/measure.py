@@ -25,6 +25,7 @@ from flash_decoding.bench.timing import (
     time_cpu,
     time_eager,
     time_graph,
+    tolerance_of,
 )
 from flash_decoding.bench.workloads import Case
 
@@ -123,17 +124,26 @@ def _try_variant(
     try:
         prepared = make()
         with prepared.context():
-            _, wrong = check_output(prepared.to_bhnd(prepared.calls[0]()), stage.wants[0], stage.case.dtype)
+            _, wrong = _check(prepared, prepared.calls[0](), stage, 0)
             if wrong is not None:
                 failures.append(f"wrong: {wrong}")
                 return None
             found = measure(prepared, stage, method)
-        return found | {"variant": prepared.variant or None, "plan_us": _rounded(prepared.plan_us)}
+        return found | {
+            "variant": prepared.variant or None,
+            "plan_us": _rounded(prepared.plan_us),
+            "tolerance": prepared.tolerance or tolerance_of(stage.case.dtype),
+        }
     except Exception as error:  # likewise
         failures.append(f"error: {one_line(error)}")
         row = empty_row(stage.case, "", failures[-1])
         _raise_if_lost(stage.case, row)
         return None
+
+
+def _check(prepared: Prepared, out: Tensor, stage: Stage, at: int) -> tuple[float, str | None]:
+    """check_output() of a peer's own output for the first (0) or last (-1) copy."""
+    return check_output(prepared.to_bhnd(out), stage.wants[at], stage.case.dtype, prepared.tolerance)
 
 
 def _measure_on_gpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
@@ -144,7 +154,7 @@ def _measure_on_gpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
         out.fill_(float("nan"))
     quick = time_graph(graph, copies, method, repeats=2)
     # What the graph wrote, not what the first plain call did: the first and the last copy.
-    checks = [check_output(prepared.to_bhnd(outs[at]), stage.wants[at], stage.case.dtype) for at in (0, -1)]
+    checks = [_check(prepared, outs[at], stage, at) for at in (0, -1)]
     for _, wrong in checks:
         if wrong is not None:
             raise RuntimeError(f"the CUDA graph's result is wrong: {wrong}")
@@ -169,7 +179,7 @@ def _measure_on_gpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
 
 def _measure_on_cpu(prepared: Prepared, stage: Stage, method: Method) -> Row:
     timed = time_cpu(prepared.calls, method)
-    error, _ = check_output(prepared.to_bhnd(prepared.calls[-1]()), stage.wants[-1], stage.case.dtype)
+    error, _ = _check(prepared, prepared.calls[-1](), stage, -1)
 
     def finish() -> Row:
         return {

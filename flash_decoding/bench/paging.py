@@ -40,6 +40,12 @@ def make_pages(case: Case, page_size: int, device: torch.device) -> Pages:
 
 def make_pool(case: Case, x: Tensor, page_size: int, layout: str) -> Tensor:
     """K or V of a case as the pool [pages, Hkv, page_size, D] for HND, [pages, page_size, Hkv, D] for NHD."""
+    if x.itemsize == 1:  # bytes can be padded everywhere, 8-bit floats not
+        return _make_pool(case, x.view(torch.uint8), page_size, layout).view(x.dtype)
+    return _make_pool(case, x, page_size, layout)
+
+
+def _make_pool(case: Case, x: Tensor, page_size: int, layout: str) -> Tensor:
     if case.options.page_size is None:
         return to_pages(x, page_size, layout)
     return x if layout == "HND" else x.transpose(1, 2).contiguous()
@@ -58,8 +64,14 @@ def to_pages(x: Tensor, page_size: int, layout: str) -> Tensor:
 
 
 def take_sequence(case: Case, x: Tensor, pages: Pages | None, b: int) -> Tensor:
-    """The keys or values of sequence b, [1, Hkv, keys, D]."""
+    """The keys or values of sequence b, [1, Hkv, keys, D], or their scales per key, [1, Hkv, keys, ...]."""
     if pages is None:
         return x[b : b + 1]
-    own = x[pages.table[b, : pages.counts[b]].long()]  # [count, Hkv, page_size, D]
+    if x.itemsize == 1:  # likewise
+        return _gather(case, x.view(torch.uint8), pages, b).view(x.dtype)
+    return _gather(case, x, pages, b)
+
+
+def _gather(case: Case, x: Tensor, pages: Pages, b: int) -> Tensor:
+    own = x[pages.table[b, : pages.counts[b]].long()]  # [count, Hkv, page_size, ...]
     return own.transpose(0, 1).flatten(1, 2)[None, :, : case.kv_lens[b]]

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_decoding.bench.peers import OURS, label_of
-from flash_decoding.bench.results import OK, Row, over_floor
-from flash_decoding.bench.tables import group_by_case, keys_text, megabytes, option_texts
+from flash_decoding.bench.results import OK, Row, over_floor, time_us
+from flash_decoding.bench.tables import (
+    LIBRARIES,
+    fastest,
+    group_by_case,
+    is_quantised,
+    keys_text,
+    megabytes,
+    option_texts,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +39,10 @@ MARKERS = "os^Dv<>pPX*hd"
 # Times over the floor that end the picture. A peer above them on every shape would only flatten the others; the
 # picture says that it is left out.
 TALLEST = {"cuda": 6.0, "cpu": 100.0}
+# The bars of quantised caches end here, with their height above them.
+TALLEST_SHARE = 1.6
+LIBRARY_COLOURS = {"FlashAttention-3": "#059669", "FlashInfer": "#2563eb", "XQA": "#64748b"}
+FORMAT_TONES = ("#9a3412", "#c2410c", "#ea580c", "#fb923c", "#fdba74")
 TICKS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 10, 20, 30, 60, 100)
 
 
@@ -64,6 +76,89 @@ def save(figure: Figure, path: Path, made_from: str | None = None) -> list[Path]
     figure.savefig(written[0], dpi=160, metadata={"Software": None, "Description": made_from})
     figure.savefig(written[1], metadata={"Date": None, "Description": made_from})
     return written
+
+
+def suite_figure(rows: Sequence[Row], title: str) -> Figure:
+    """The picture of a suite: over_floor_figure(), or quantised_figure() where caches are quantised."""
+    return (quantised_figure if any(map(is_quantised, rows)) else over_floor_figure)(rows, title)
+
+
+class Bar(NamedTuple):
+    """A time and its read floor as shares of our own on the same cache in 16 bits."""
+
+    name: str
+    height: float
+    floor: float
+
+
+def quantised_figure(rows: Sequence[Row], title: str) -> Figure:
+    """Times as shares of our own on the same cache in 16 bits: bars by shape, ours by format, then the other libraries.
+
+    A short line on each bar is the read floor of its bytes.
+    """
+    groups = _share_bars(rows)
+    names = sorted(
+        dict.fromkeys(bar.name for bars in groups.values() for bar in bars),
+        key=lambda name: not name.startswith("ours"),
+    )
+    colours = _bar_colours(names)
+    figure, axes = new_figure(max(8.0, 0.2 * sum(map(len, groups.values())) + 4.2), 4.8)
+    left, ticks = 0, []
+    for bars in groups.values():
+        for at, bar in enumerate(sorted(bars, key=lambda bar: names.index(bar.name)), left):
+            _draw_bar(axes, at, bar, colours[bar.name])
+        ticks.append(left + (len(bars) - 1) / 2)
+        left += len(bars) + 1
+    axes.axhline(1, color=QUIET, linewidth=1.2)
+    axes.annotate("ours, 16 bits", (1, 1), (-4, 4), xycoords=("axes fraction", "data"), textcoords="offset points",
+                  ha="right", fontsize=8.5, color=QUIET)  # fmt: skip
+    highest = max((bar.height for bars in groups.values() for bar in bars), default=0.0)
+    axes.set_ylim(0, 1.06 * min(TALLEST_SHARE, max(highest, 1.1)))
+    axes.yaxis.grid(True, color=GRID)
+    axes.set_axisbelow(True)
+    axes.set_xlim(-1.5, left - 0.5)
+    axes.set_xticks(ticks, list(groups), fontsize=8)
+    axes.set_ylabel("time, as a share of our own in 16 bits", color=INK)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold")
+    handles, labels = axes.get_legend_handles_labels()
+    found = dict(zip(labels, handles, strict=True))
+    axes.legend([found[name] for name in names], names, frameon=False, fontsize=9, loc="upper left",
+                bbox_to_anchor=(1.0, 1.0))  # fmt: skip
+    figure.supxlabel("Dark lines: the time of only reading as many bytes.", fontsize=8, color=QUIET, x=0.01, ha="left")
+    return figure
+
+
+def _share_bars(rows: Sequence[Row]) -> dict[str, list[Bar]]:
+    """The bars of each shape; none where our own time in 16 bits is missing."""
+    by_case = group_by_case(rows)
+    groups: dict[str, list[Bar]] = {}
+    for (suite, _), case_rows in by_case.items():
+        there = by_case.get((suite, case_rows[0].get("baseline") or ""), [])
+        whole = fastest(there, OURS)
+        for name, impls in {"ours": (OURS,), **LIBRARIES}.items():
+            row = fastest(case_rows, *impls)
+            if row is not None and whole is not None:
+                us, floor, whole_us = (
+                    time_us(row) or math.nan,
+                    row["read_floor_us"] or math.nan,
+                    time_us(whole) or math.nan,
+                )
+                bar = Bar(f"{name}, {row['kv_dtype']}", us / whole_us, floor / whole_us)
+                groups.setdefault("\n".join(_shape_lines(row)), []).append(bar)
+    return groups
+
+
+def _draw_bar(axes: Any, at: int, bar: Bar, colour: str) -> None:
+    axes.bar(at, min(bar.height, TALLEST_SHARE), width=0.86, color=colour, label=bar.name, zorder=3)
+    if bar.height > TALLEST_SHARE:
+        axes.annotate(f"{bar.height:.1f}", (at, TALLEST_SHARE), ha="center", va="bottom", fontsize=7, color=INK)
+    axes.plot([at - 0.43, at + 0.43], [bar.floor, bar.floor], color=FLOOR_COLOUR, linewidth=1.5, zorder=4)
+
+
+def _bar_colours(names: Sequence[str]) -> dict[str, str]:
+    """Tones of our colour by format, and a colour of its own for each library."""
+    tones = iter(FORMAT_TONES * len(names))
+    return {name: LIBRARY_COLOURS.get(name.split(",")[0]) or next(tones) for name in names}
 
 
 def over_floor_figure(rows: Sequence[Row], title: str) -> Figure:
@@ -135,10 +230,15 @@ def _least(ratios: list[float | None]) -> float:
 
 
 def _case_label(row: Row, with_dtype: bool) -> str:
-    s = row["shape"]
-    lines = [f"{megabytes(row)} MB", f"B {s['batch']}", f"{s['heads_q']}/{s['heads_kv']}", keys_text(row),
-             f"D {s['head_dim']}", *option_texts(row)]  # fmt: skip
+    lines = [f"{megabytes(row)} MB", *_shape_lines(row)]
     return "\n".join([*lines, row["dtype"]] if with_dtype else lines)
+
+
+def _shape_lines(row: Row) -> list[str]:
+    s = row["shape"]
+    return [
+        f"B {s['batch']}", f"{s['heads_q']}/{s['heads_kv']}", keys_text(row), f"D {s['head_dim']}", *option_texts(row),
+    ]  # fmt: skip
 
 
 def schedule_figure(unsplit: Prediction, split: Prediction, processors: int, processor: str, title: str) -> Figure:

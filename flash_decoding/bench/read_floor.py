@@ -50,15 +50,23 @@ PIECE_WORDS = 1 << 17  # a megabyte at a time on a CPU
 READ_SETTINGS = tuple(ReadSetting(*sizes) for sizes in product((1024, 2048, 4096, 8192), (4, 8), (1, 4), (1, 2, 4, 8)))
 
 
+Sides = tuple[Tensor, Tensor]
+
+
 def make_read_calls(
-    copies: Sequence[Inputs], setting: ReadSetting, processors: int, kv_bytes: int
+    sides: Sequence[Sides], setting: ReadSetting, processors: int, kv_bytes: int
 ) -> list[Callable[[], Tensor]]:
-    """One call per rotated copy, which only reads the first kv_bytes of it, half from k and half from v."""
+    """One call per rotated copy, which only reads the first kv_bytes of it, half from the keys, half from the values.
+
+    Args:
+        sides: of each copy, as Inputs.in_memory() gives them.
+    """
     # Not at the top: the CPU suite needs no Triton.
     from flash_decoding.bench.read_kernel import launch_read
 
-    words = kv_bytes // 8
-    pairs = [tuple(x.view(torch.int32).view(-1)[:words] for x in (copy.k, copy.v)) for copy in copies]
+    # In whole 64 bytes: loads are 16 bytes wide only where the number of words tells so.
+    words = kv_bytes // 128 * 16 or kv_bytes // 8
+    pairs = [tuple(x[: words * 4].view(torch.int32) for x in side) for side in sides]
     programs = min(setting.programs_per_processor * processors, -(-words // setting.block))
     total = torch.empty(programs, dtype=torch.int32, device=pairs[0][0].device)
 
@@ -78,18 +86,19 @@ def measure_floor(copies: Sequence[Inputs], method: Method, kv_bytes: int | None
     A GPU times all settings once and the best three at full length.
     """
     device = copies[0].k.device
+    sides = [copy.in_memory() for copy in copies]
     if kv_bytes is None:
-        kv_bytes = copies[0].k.nbytes + copies[0].v.nbytes
+        kv_bytes = sum(x.nbytes for x in sides[0])
     if device.type == "cpu":
         return min(
-            (_measure_cpu_floor(copies, threads, method, kv_bytes) for threads in sorted({1, torch.get_num_threads()})),
+            (_measure_cpu_floor(sides, threads, method, kv_bytes) for threads in sorted({1, torch.get_num_threads()})),
             key=lambda floor: floor.us,
         )
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     screened: list[tuple[float, ReadSetting, torch.cuda.CUDAGraph]] = []
     for setting in READ_SETTINGS:
         try:
-            graph, _ = capture(make_read_calls(copies, setting, processors, kv_bytes))
+            graph, _ = capture(make_read_calls(sides, setting, processors, kv_bytes))
         except Exception as error:  # a setting that needs more shared memory than this GPU has
             if "out of resource" not in str(error):
                 raise
@@ -103,17 +112,17 @@ def measure_floor(copies: Sequence[Inputs], method: Method, kv_bytes: int | None
     return Floor(kv_bytes, us, str(setting))
 
 
-def _measure_cpu_floor(copies: Sequence[Inputs], threads: int, method: Method, kv_bytes: int) -> Floor:
-    timed = time_cpu([_make_cpu_read(copy, threads, kv_bytes) for copy in copies], method)
+def _measure_cpu_floor(sides: Sequence[Sides], threads: int, method: Method, kv_bytes: int) -> Floor:
+    timed = time_cpu([_make_cpu_read(side, threads, kv_bytes) for side in sides], method)
     return Floor(kv_bytes, timed.median, f"numba, {threads} threads")
 
 
-def _make_cpu_read(copy: Inputs, threads: int, kv_bytes: int) -> Callable[[], None]:
-    """One pass over so many bytes of k and v by so many threads, which take a piece at a time from a common counter."""
+def _make_cpu_read(sides: Sides, threads: int, kv_bytes: int) -> Callable[[], None]:
+    """One pass over so many bytes of K and V by so many threads, which take a piece at a time from a common counter."""
     read = _cpu_reader()
     pieces = [
         words[start : start + PIECE_WORDS]
-        for words in (x.view(torch.int64).view(-1)[: kv_bytes // 16].numpy() for x in (copy.k, copy.v))
+        for words in (x[: kv_bytes // 16 * 8].view(torch.int64).numpy() for x in sides)
         for start in range(0, words.size, PIECE_WORDS)
     ]
 

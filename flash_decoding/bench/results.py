@@ -35,7 +35,7 @@ def empty_row(case: Case, impl: str, status: str) -> Row:
         "baseline": case.baseline,
         "device": case.device,
         "dtype": case.dtype,
-        "kv_dtype": case.dtype,
+        "kv_dtype": case.kv_dtype,
         "impl": impl,
         "variant": None,
         "bytes": case.kv_bytes,
@@ -49,6 +49,7 @@ def empty_row(case: Case, impl: str, status: str) -> Row:
         "plan_us": None,
         "read_floor_us": None,
         "max_abs_err": None,
+        "tolerance": None,
         "status": status,
     }
 

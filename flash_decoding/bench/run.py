@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from flash_decoding.bench.load import choose_wait_policy
-from flash_decoding.bench.peers import Peer, one_line, peers_for
+from flash_decoding.bench.peers import Peer, one_line, peers_on
 from flash_decoding.bench.results import empty_row
 from flash_decoding.bench.timing import Method
 from flash_decoding.bench.worker import LOST
@@ -52,7 +52,7 @@ def run(
         Every peer of every case gets a row, whatever happens.
     """
     asked = None if names is None else list(names)
-    left = [(case, [peer.name for peer in peers_for(case.device, asked)]) for case in cases]
+    left = [(case, [peer.name for peer in peers_on(case, asked)]) for case in cases]
     work = Work(method, [(case, impls) for case, impls in left if impls], threads)
     while work.left:
         yield from _run_worker(work)
@@ -206,7 +206,7 @@ def _build_jobs(cases: Sequence[Case], names: list[str] | None) -> list[tuple[Ca
     """One (case, peer) per thing to compile, the peers taking turns so that long and short builds overlap."""
     jobs: dict[tuple, tuple[Case, Peer]] = {}
     for case in cases:
-        for peer in peers_for(case.device, names):
+        for peer in peers_on(case, names):
             if peer.build_key is not None and peer.installed() and peer.refuses(case) is None:
                 jobs.setdefault((peer.name, peer.build_key(case)), (case, peer))
     slow_first = {"flashinfer_tc": 0, "xqa": 1, "flashinfer": 2}

@@ -27,9 +27,19 @@ def timed(rows: Sequence[Row]) -> list[Row]:
 
 def shape_text(row: Row) -> str:
     """Batch, heads, keys and width as the documents write them, then what is unusual: 1, 32/8, 8192, 128, page 16."""
+    return ", ".join([sizes_text(row), row["kv_dtype"]] if is_quantised(row) else [sizes_text(row)])
+
+
+def sizes_text(row: Row) -> str:
+    """The same without the format of a quantised cache."""
     s = row["shape"]
     parts = [f"{s['batch']}", f"{s['heads_q']}/{s['heads_kv']}", keys_text(row), f"{s['head_dim']}", *option_texts(row)]
     return ", ".join(parts if row["dtype"] == "bfloat16" else [*parts, row["dtype"]])
+
+
+def is_quantised(row: Row) -> bool:
+    """Whether K and V are stored as codes."""
+    return row["kv_dtype"] != row["dtype"]
 
 
 def keys_text(row: Row) -> str:
@@ -100,13 +110,19 @@ def find_floor(case_rows: Sequence[Row]) -> float | None:
 
 
 def failure_lines(rows: Sequence[Row]) -> list[str]:
-    """One line per reason why a peer has no time, with its shapes unless it is all of them."""
-    cases = len(group_by_case(rows))
+    """One line per reason why a peer has no time, with its shapes unless it is all that peers are measured on."""
+    cases = sum(any(row["impl"] != OURS for row in case_rows) for case_rows in group_by_case(rows).values())
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["status"] != OK:
             reasons.setdefault(f"{label_of(row['impl'])}: {row['status']}", []).append(shape_text(row))
-    return [reason + ("" if len(shapes) == cases else f" ({'; '.join(shapes)})") for reason, shapes in reasons.items()]
+
+    def where(shapes: list[str]) -> str:
+        if len(shapes) >= cases:
+            return ""
+        return f" ({'; '.join(shapes)})" if len(shapes) <= NAMED_SHAPES else f" ({len(shapes)} of {cases} cases)"
+
+    return [reason + where(shapes) for reason, shapes in reasons.items()]
 
 
 SUMMARY = ("B, Hq/Hkv, N, D", "MB", "read floor", "ours", "× floor", "SDPA", "best other", "SDPA ÷ ours")
@@ -115,24 +131,51 @@ PAGED_SUMMARY = (
     "B, Hq/Hkv, N, D", "MB", "read floor", "ours", "× floor", "GB/s", "FlashInfer", "FlashInfer ÷ ours", "plan",
     "best other",
 )  # fmt: skip
+# Where caches are quantised: each beside the same cache in 16 bits, and the libraries that read one of the formats.
+QUANTISED_SUMMARY = (
+    "B, Hq/Hkv, N, D", "K and V", "MB", "read floor", "ours", "× floor", "16-bit ÷ ours", "FlashAttention-3",
+    "FlashInfer", "XQA", "best other ÷ ours",
+)  # fmt: skip
+# Whose faster call a column shows, where a library has more than one peer.
+LIBRARIES = {"FlashAttention-3": ("fa3", "fa3_tuned"), "FlashInfer": ("flashinfer", "flashinfer_tc"), "XQA": ("xqa",)}
+NAMED_SHAPES = 8  # in a list of those that a peer has no time for
 FOLDED_SHAPE = 16  # columns of a terminal
-WORDS = ("B, Hq/Hkv, N, D", "best other", "compared with", "others' ratios")  # the columns that hold words
+WORDS = ("B, Hq/Hkv, N, D", "K and V", "best other", "compared with", "others' ratios")  # the columns that hold words
 
 
 def summary_columns(rows: Sequence[Row]) -> tuple[str, ...]:
-    """What the summary of a suite shows: SDPA beside ours, or FlashInfer and the host time of its plan."""
+    """What the summary of a suite shows: SDPA beside ours, FlashInfer and the host time of its plan, or 16 bits."""
+    if any(map(is_quantised, rows)):
+        return QUANTISED_SUMMARY
     return PAGED_SUMMARY if all("page_size" in _options(row) for row in rows) else SUMMARY
 
 
-def summary_cells(case_rows: Sequence[Row], columns: Sequence[str] = SUMMARY) -> list[str]:
-    """One case in one line: the floor, ours, SDPA's default or FlashInfer's faster kernel, and the fastest other."""
+def summary_lines(rows: Sequence[Row], columns: Sequence[str]) -> list[list[str]]:
+    """The cells of every case."""
+    by_case = group_by_case(rows)
+    return [
+        summary_cells(case_rows, columns, by_case.get((suite, case_rows[0].get("baseline") or ""), ()))
+        for (suite, _), case_rows in by_case.items()
+    ]
+
+
+def summary_cells(
+    case_rows: Sequence[Row], columns: Sequence[str] = SUMMARY, there: Sequence[Row] = ()
+) -> list[str]:  # fmt: skip
+    """One case in one line: the floor, ours, SDPA's default or a library's faster kernel, and the fastest other.
+
+    Args:
+        there: the rows of the case that this one is compared with.
+    """
     first, floor = case_rows[0], find_floor(case_rows)
-    ours, sdpa = _fastest(case_rows, OURS), _fastest(case_rows, "sdpa")
-    flashinfer = _fastest(case_rows, "flashinfer", "flashinfer_tc")
+    ours, sdpa, ours_there = fastest(case_rows, OURS), fastest(case_rows, "sdpa"), fastest(there, OURS)
+    fa3, flashinfer, xqa = (fastest(case_rows, *impls) for impls in LIBRARIES.values())
     other = next((row for row in timed(case_rows) if row["impl"] not in (OURS, OURS_UNSPLIT)), None)
     our_us, sdpa_us, flashinfer_us = (time_us(row) if row else None for row in (ours, sdpa, flashinfer))
+    fa3_us, xqa_us, there_us, other_us = (time_us(row) if row else None for row in (fa3, xqa, ours_there, other))
     cells = {
-        "B, Hq/Hkv, N, D": shape_text(first),
+        "B, Hq/Hkv, N, D": sizes_text(first) if "K and V" in columns else shape_text(first),
+        "K and V": first["kv_dtype"],
         "MB": megabytes(first),
         "read floor": microseconds(floor),
         "ours": microseconds(our_us),
@@ -141,14 +184,19 @@ def summary_cells(case_rows: Sequence[Row], columns: Sequence[str] = SUMMARY) ->
         "SDPA": microseconds(sdpa_us),
         "FlashInfer": microseconds(flashinfer_us),
         "plan": microseconds(flashinfer["plan_us"] if flashinfer else None),
-        "best other": f"{microseconds(time_us(other))} ({label_of(other['impl'])})" if other else "–",
+        "FlashAttention-3": microseconds(fa3_us),
+        "XQA": microseconds(xqa_us),
+        "16-bit ÷ ours": _ratio(there_us, our_us),
+        "best other ÷ ours": _ratio(other_us, our_us),
+        "best other": f"{microseconds(other_us)} ({label_of(other['impl'])})" if other else "–",
         "SDPA ÷ ours": _ratio(sdpa_us, our_us),
         "FlashInfer ÷ ours": _ratio(flashinfer_us, our_us),
     }
     return [cells[name] for name in columns]
 
 
-def _fastest(case_rows: Sequence[Row], *impls: str) -> Row | None:
+def fastest(case_rows: Sequence[Row], *impls: str) -> Row | None:
+    """The row of the fastest of some peers."""
     return next((row for row in timed(case_rows) if row["impl"] in impls), None)
 
 
@@ -161,7 +209,9 @@ def summary_table(suite: str, rows: Sequence[Row]) -> Table:
     columns = summary_columns(rows)
     if columns == PAGED_SUMMARY:  # some does not fit; the Markdown has it
         columns = tuple(name for name in columns if name not in ("× floor", "plan"))
-    cells = [summary_cells(case_rows, columns) for case_rows in group_by_case(rows).values()]
+    if columns == QUANTISED_SUMMARY:
+        columns = tuple(name for name in columns if name not in ("read floor", "XQA", "best other ÷ ours"))
+    cells = summary_lines(rows, columns)
     return _narrow_table(f"{suite}: µs per decode step", columns, cells, fold_shapes=any(map(_options, rows)))
 
 
@@ -185,15 +235,16 @@ def _break(name: str) -> str:
     """A heading on two lines; that of FlashInfer's ratio stands beside its time and need not name it again."""
     if "÷" in name:
         return name.removeprefix("FlashInfer ").replace(" ÷", "\n÷")
-    if name == "FlashInfer":
-        return "Flash-\nInfer"
+    narrow = {"FlashInfer": "Flash-\nInfer", "FlashAttention-3": "FA3"}
+    if name in narrow:
+        return narrow[name]
     return name if name == "× floor" else name.replace(" ", "\n", 1)
 
 
 def summary_markdown(rows: Sequence[Row]) -> str:
     """The summary as a Markdown table."""
     columns = summary_columns(rows)
-    return _markdown(columns, [summary_cells(case_rows, columns) for case_rows in group_by_case(rows).values()])
+    return _markdown(columns, summary_lines(rows, columns))
 
 
 def _markdown(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
@@ -205,12 +256,15 @@ RATIOS = ("B, Hq/Hkv, N, D", "compared with", "ours", "ours there", "ratio", "ot
 
 
 def ratio_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """One line per case that is compared with another of its suite: what its options cost us, and cost the others."""
+    """One line per case that is compared with another of its suite: what its options cost us, and cost the others.
+
+    What quantised caches are compared with is in their summary.
+    """
     cells = []
     by_case = group_by_case(rows)
     for (suite, _), case_rows in by_case.items():
         there = by_case.get((suite, case_rows[0].get("baseline") or ""))
-        if there is None:
+        if there is None or is_quantised(case_rows[0]):
             continue
         times, times_there = ({row["impl"]: time_us(row) for row in timed(found)} for found in (case_rows, there))
         ratios = {impl: _ratio(us, times_there.get(impl)) for impl, us in times.items()}

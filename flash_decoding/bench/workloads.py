@@ -1,4 +1,4 @@
-"""What is measured, as data: shapes, cases and suites. Knows no tensor and no device."""
+"""What is measured, as data: shapes, cases and suites. Makes no tensor and asks no device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from flash_decoding.quantization import CodeFormat, KVFormat
 
 DTYPES = ("bfloat16", "float16", "float32")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -83,9 +85,22 @@ class Case:
     dtype: str
     device: str = "cuda"
     options: Options = DENSE
-    baseline: str | None = None  # the case of the same suite whose time this one's is divided by
+    baseline: str | None = None  # the case of the same suite that this one's time is compared with
+    kv_format: str | None = None  # of K and of V, as CodeFormat.parse() has it; None: dtype
+    ours_only: bool = False  # there to be compared with; other suites measure the peers on it
 
     def __post_init__(self) -> None:
+        if self.kv_format is not None:
+            try:
+                form = CodeFormat.parse(self.kv_format)
+                KVFormat(form, form)
+            except ValueError as error:
+                rule = "kv_format must name one format of keys and of values, as 'fp8' or 'int4:group32'"
+                raise ValueError(f"{rule}, got {self.kv_format!r}") from error
+            if self.shape.head_dim % (form.group or 1):
+                raise ValueError(
+                    f"kv_format must have a group that divides head_dim {self.shape.head_dim}, got {self.kv_format!r}"
+                )
         lens = self.options.kv_lens
         if lens is not None and (len(lens) != self.shape.batch or not 1 <= min(lens) <= max(lens) <= self.shape.kv_len):
             raise ValueError(
@@ -94,13 +109,23 @@ class Case:
             )
 
     @property
+    def form(self) -> CodeFormat | None:
+        """How K and V are quantised, each with scales of its own."""
+        return None if self.kv_format is None else CodeFormat.parse(self.kv_format)
+
+    @property
+    def kv_dtype(self) -> str:
+        """What K and V are stored as."""
+        return self.dtype if self.form is None else str(self.form)
+
+    @property
     def kv_lens(self) -> tuple[int, ...]:
         """Keys per sequence."""
         return self.options.kv_lens or (self.shape.kv_len,) * self.shape.batch
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        """Sizes of K and of V: [B, Hkv, N, D], or [pages, Hkv, page_size, D] with as many pages as the keys fill."""
+        """Elements of K and of V: [B, Hkv, N, D], or [pages, Hkv, page_size, D] with as many pages as the keys fill."""
         s, page_size = self.shape, self.options.page_size
         if page_size is None:
             return s.batch, s.heads_kv, s.kv_len, s.head_dim
@@ -109,14 +134,23 @@ class Case:
     @property
     def cache_bytes(self) -> int:
         """Bytes that K and V occupy."""
-        return 2 * math.prod(self.cache_shape) * ITEMSIZE[self.dtype]
+        pages_or_sequences, _, keys, _ = self.cache_shape
+        return 2 * self._side_bytes(pages_or_sequences * keys)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that one decode step must read: those of the keys that a query sees."""
-        s, window = self.shape, self.options.window
+        """Bytes of K and V that one decode step must read: those of the keys that a query sees, codes and scales."""
+        window = self.options.window
         seen = self.kv_lens if window is None else (min(keys, window + self.options.q_len) for keys in self.kv_lens)
-        return 2 * s.heads_kv * sum(seen) * s.head_dim * ITEMSIZE[self.dtype]
+        return 2 * self._side_bytes(sum(seen))
+
+    def _side_bytes(self, keys: int) -> int:
+        """Bytes of so many keys, or values, of every KV head."""
+        s, form = self.shape, self.form
+        if form is None:
+            return s.heads_kv * keys * s.head_dim * ITEMSIZE[self.dtype]
+        scales = math.prod(form.scale_shape(1, s.heads_kv, keys, s.head_dim))
+        return s.heads_kv * keys * form.code_width(s.head_dim) + scales * form.scale_dtype.itemsize
 
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {"options": self.options.to_json()}
@@ -127,8 +161,9 @@ class Case:
         return cls(**{**fields, **made})
 
 
-def _name(shape: Shape, options: Options = DENSE) -> str:
-    return f"{shape}-{options}" if options != DENSE else str(shape)
+def _name(shape: Shape, options: Options = DENSE, kv_format: str | None = None) -> str:
+    parts = [str(shape), *([str(options)] if options != DENSE else []), *([kv_format] if kv_format else [])]
+    return "-".join(parts)
 
 
 def _option_case(
@@ -191,6 +226,23 @@ OPTIONS = (
     _option_case("options", LONG, Options(window=1024), SHORT),
 )
 
+# 268 MB of 8-bit codes, and 16.8; per case, beside the same cache in 16 bits.
+QUANTISED = ((2, 8, 8, 65536, 128), (16, 32, 8, 8192, 128), (1, 32, 8, 131072, 128), (1, 32, 8, 8192, 128))
+KV_FORMATS = ("fp8", "fp8:token", "int8", "int8:tensor", "int4")
+
+
+def _quantised_cases(sizes: tuple[int, ...], options: Options, kv_formats: Sequence[str]) -> tuple[Case, ...]:
+    """The 16-bit cache, which only we are measured on, then the formats, which are compared with it."""
+    shape = Shape(*sizes)
+    plain = Case("quantised", _name(shape, options), shape, "bfloat16", options=options, ours_only=True)
+    return plain, *(
+        replace(
+            plain, name=_name(shape, options, kv_format), kv_format=kv_format, baseline=plain.name, ours_only=False
+        )
+        for kv_format in kv_formats
+    )  # fmt: skip
+
+
 SUITES: dict[str, tuple[Case, ...]] = {
     "article": _cases("article", ARTICLE, ("bfloat16",), "cuda"),
     "serving": _cases("serving", SERVING, ("bfloat16",), "cuda"),
@@ -200,6 +252,17 @@ SUITES: dict[str, tuple[Case, ...]] = {
         for longest, lens in RAGGED
     ),
     "options": OPTIONS,
+    "quantised": (
+        *(case for sizes in QUANTISED for case in _quantised_cases(sizes, DENSE, KV_FORMATS)),
+        *(
+            case
+            for longest, lens in RAGGED
+            for page_size in (16, 64)
+            for case in _quantised_cases(
+                (len(lens), 32, 8, longest, 128), Options(page_size=page_size, kv_lens=lens), ("fp8",)
+            )
+        ),
+    ),
     "cpu": _cases("cpu", ((1, 32, 8, 8192, 128), (1, 8, 1, 32768, 128)), ("float32", "bfloat16", "float16"), "cpu")
     + _cases("cpu", ((2, 8, 8, 8000, 64),), ("float32",), "cpu"),
 }
@@ -213,13 +276,16 @@ def parse_shape(text: str) -> Shape:
     return Shape(*map(int, parts))
 
 
-def select_cases(suites: Sequence[str], shapes: Sequence[str], dtype: str | None, device: str) -> list[Case]:
+def select_cases(
+    suites: Sequence[str], shapes: Sequence[str], dtype: str | None, device: str, kv_format: str | None = None
+) -> list[Case]:
     """The cases of the named suites, then one case per given shape in the suite "shape".
 
     Args:
         suites: names in SUITES, or "all" for every suite of the device.
         dtype: replaces the suites' dtype; None keeps it, and means bfloat16 for given shapes.
         device: "cuda" or "cpu": what given shapes run on, and what "all" means.
+        kv_format: of the given shapes' caches; None means dtype.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -232,8 +298,10 @@ def select_cases(suites: Sequence[str], shapes: Sequence[str], dtype: str | None
         else:
             raise ValueError(f"suite must be one of {', '.join(SUITES)} or all, got {suite!r}")
     if dtype is not None:
-        cases = list(dict.fromkeys(replace(c, name=_name(c.shape, c.options), dtype=dtype) for c in cases))
+        cases = list(dict.fromkeys(replace(c, name=_name(c.shape, c.options, c.kv_format), dtype=dtype) for c in cases))
     for text in shapes:
         shape = parse_shape(text)
-        cases.append(Case("shape", str(shape), shape, dtype or ("float32" if device == "cpu" else "bfloat16"), device))
+        name = _name(shape, kv_format=kv_format)
+        chosen = dtype or ("float32" if device == "cpu" else "bfloat16")
+        cases.append(Case("shape", name, shape, chosen, device, kv_format=kv_format))
     return cases

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_decoding.bench.timing import Call, Inputs
 from flash_decoding.bench.workloads import DENSE, Case
+from flash_decoding.quantization import CodeFormat
 
 
 def _same(out: Tensor) -> Tensor:
@@ -28,6 +29,7 @@ class Prepared:
     to_bhnd: Callable[[Tensor], Tensor] = _same  # the peer's output as [B, Hq, Lq, D]
     context: Callable[[], AbstractContextManager] = nullcontext  # entered around all calls
     plan_us: float | None = None  # host time of a plan that each new set of lengths needs
+    tolerance: float | None = None  # of a kernel that computes in 8 bits, where None would be that of the case's dtype
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,31 @@ class Peer:
         return None
 
 
+# Queries and weights rounded to e4m3 are a few per cent off, each on its own; this is one unit in its last place.
+E4M3_TOLERANCE = 2.0**-3
+FP8 = CodeFormat("fp8_e4m3", "tensor")
+
+
+def needs_numbers(case: Case) -> str | None:
+    """Why an adapter that passes no scales refuses the case, or None."""
+    return None if case.form is None else "takes no quantised cache of these formats"
+
+
+def needs_fp8(case: Case) -> str | None:
+    """Why a library whose only codes are e4m3 with a scale per tensor refuses the case, or None."""
+    return None if case.form in (None, FP8) else f"of these formats it takes {FP8} only"
+
+
+def scale_numbers(copy: Inputs) -> tuple[float, float]:
+    """The scales per tensor of K and of V, which most libraries want as numbers."""
+    k_scale, v_scale = (scale.item() for scale in (copy.k_scale, copy.v_scale) if scale is not None)
+    return k_scale, v_scale
+
+
 def needs_plain(case: Case) -> str | None:
-    """Why an adapter that passes neither pages nor masks refuses the case, or None."""
+    """Why an adapter that passes neither pages nor masks nor scales refuses the case, or None."""
+    if case.form is not None:
+        return needs_numbers(case)
     plain = case.options == DENSE
     return None if plain else "called here with a dense cache, one query token and no window only"
 

@@ -2,7 +2,8 @@
 
 Both take [B, N, H, D] and any outer strides, so a cache stored head by head is a view; which of the two storages is
 faster depends on the shape, and both are tried; pools of pages likewise. A full dense cache needs no lengths;
-FlashAttention-3 also takes them with a schedule made beforehand, as its callers in serving do.
+FlashAttention-3 also takes them with a schedule made beforehand, as its callers in serving do. Beside a cache in fp8
+it wants the queries in fp8 as well, and rounds the weights to fp8; rounding the queries is not timed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor
 
 from flash_decoding.bench.paging import make_pages
-from flash_decoding.bench.peers.base import Peer, Prepared, needs_half
+from flash_decoding.bench.peers.base import (
+    E4M3_TOLERANCE,
+    Peer,
+    Prepared,
+    needs_fp8,
+    needs_half,
+    needs_numbers,
+    scale_numbers,
+)
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
@@ -36,17 +45,30 @@ def _fa3() -> ModuleType:
         return importlib.import_module("fa3_fwd_interface")
 
 
-def _store(copies: Sequence[Inputs], storage: str) -> list[Inputs]:
-    """The copies as [B, Lq, Hq, D] and [B, N, Hkv, D], or [pages, page_size, Hkv, D]."""
-    stored = [Inputs(*(x.transpose(1, 2) for x in copy)) for copy in copies]
-    if storage == "token by token":
-        stored = [Inputs(q, k.contiguous(), v.contiguous()) for q, k, v in stored]
-    return stored
+def _store(copy: Inputs, storage: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A copy as [B, Lq, Hq, D] and [B, N, Hkv, D], or [pages, page_size, Hkv, D]; q has the dtype of K and V."""
+    q, k, v = (x.transpose(1, 2) for x in copy)
+    return (q.to(k.dtype), k.contiguous(), v.contiguous()) if storage == "token by token" else (q.to(k.dtype), k, v)
 
 
-def _prepare(function: Callable, copies: Sequence[Inputs], storage: str, options: dict, note: str) -> Prepared:
-    calls = [partial(function, q, k, v, **options) for q, k, v in _store(copies, storage)]
-    return Prepared(f"{storage}{note}", calls, to_bhnd=lambda out: out.transpose(1, 2))
+def _descales(case: Case, copy: Inputs) -> dict[str, Tensor]:
+    """The scales of codes, [B, Hkv] each."""
+    if case.form is None:
+        return {}
+    sizes, device = (case.shape.batch, case.shape.heads_kv), copy.q.device
+    names = ("k_descale", "v_descale")
+    return {name: torch.full(sizes, x, device=device) for name, x in zip(names, scale_numbers(copy), strict=True)}
+
+
+def _prepare(
+    function: Callable, case: Case, copies: Sequence[Inputs], storage: str, options: dict, note: str
+) -> Prepared:  # fmt: skip
+    calls = [partial(function, *_store(copy, storage), **options, **_descales(case, copy)) for copy in copies]
+    prepared = Prepared(f"{storage}{note}", calls, to_bhnd=lambda out: out.transpose(1, 2))
+    if case.form is not None:
+        prepared.variant += ", queries in fp8"
+        prepared.tolerance = E4M3_TOLERANCE
+    return prepared
 
 
 def _masks(case: Case) -> dict[str, Any]:
@@ -68,7 +90,7 @@ def _fa2_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
 
     options = _masks(case) | _lengths(case, copies[0].q.device, "block_table")
     for storage in STORAGES:
-        yield partial(_prepare, flash_attn_with_kvcache, copies, storage, options, "")
+        yield partial(_prepare, flash_attn_with_kvcache, case, copies, storage, options, "")
 
 
 def _fa3_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
@@ -79,13 +101,13 @@ def _fa3_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
     def scheduled(storage: str) -> Prepared:
         schedule = fa3.get_scheduler_metadata(
             s.batch, case.options.q_len, s.kv_len, s.heads_q, s.heads_kv, s.head_dim, lens,
-            qkv_dtype=copies[0].q.dtype, page_size=case.options.page_size, **masks,
+            qkv_dtype=copies[0].k.dtype, page_size=case.options.page_size, **masks,
         )  # fmt: skip
         options = masks | lengths | {"cache_seqlens": lens, "scheduler_metadata": schedule}
-        return _prepare(fa3.flash_attn_with_kvcache, copies, storage, options, ", scheduled")
+        return _prepare(fa3.flash_attn_with_kvcache, case, copies, storage, options, ", scheduled")
 
     for storage in STORAGES:
-        yield partial(_prepare, fa3.flash_attn_with_kvcache, copies, storage, masks | lengths, "")
+        yield partial(_prepare, fa3.flash_attn_with_kvcache, case, copies, storage, masks | lengths, "")
         yield partial(scheduled, storage)
 
 
@@ -94,19 +116,22 @@ def _fa3_tuned_variants(case: Case, copies: Sequence[Inputs]) -> Variants:
     options = _masks(case) | _lengths(case, copies[0].q.device, "page_table")
     for storage in STORAGES:
         for splits in TUNED_SPLITS:
-            yield partial(_prepare, function, copies, storage, options | {"num_splits": splits}, f", {splits} splits")
+            split = options | {"num_splits": splits}
+            yield partial(_prepare, function, case, copies, storage, split, f", {splits} splits")
 
 
 def _fa2_refuses(case: Case) -> str | None:
     page_size = case.options.page_size
-    if page_size is not None and page_size % FA2_PAGE_STEP:
+    if case.form is None and page_size is not None and page_size % FA2_PAGE_STEP:
         return f"its pages hold a multiple of {FA2_PAGE_STEP} keys"
-    return needs_half(case)
+    return needs_numbers(case) or needs_half(case)
 
 
 def _needs_hopper(case: Case) -> str | None:
     major = torch.cuda.get_device_capability()[0]
-    return f"needs compute capability 9.x, this GPU has {major}.x" if major != 9 else needs_half(case)
+    if major != 9:
+        return f"needs compute capability 9.x, this GPU has {major}.x"
+    return needs_fp8(case) or needs_half(case)
 
 
 def _fa3_module() -> str:

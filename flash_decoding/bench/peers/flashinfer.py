@@ -2,7 +2,8 @@
 
 The cache is paged there. A dense one is cut into pages that lie in order, of 16 and of 64 keys; both page layouts are
 tried. The plan is made once, as for all the layers of a model, and its time is reported apart. Several query tokens per
-sequence are a causal call of the planned prefill wrapper.
+sequence are a causal call of the planned prefill wrapper. Caches in fp8 come with a scale for K and one for V, numbers
+on the host; the wrappers multiply their output by V's in a kernel of its own, XQA rounds queries and weights to fp8.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_decoding.bench.paging import make_pages, make_pool
-from flash_decoding.bench.peers.base import Peer, Prepared, needs_half
+from flash_decoding.bench.peers.base import E4M3_TOLERANCE, Peer, Prepared, needs_fp8, needs_half, scale_numbers
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
@@ -43,6 +44,11 @@ def _window_left(case: Case) -> int:
     return -1 if case.options.window is None else case.options.window
 
 
+def _scales(case: Case, copy: Inputs) -> dict[str, float]:
+    """The scales of codes as its calls take them."""
+    return {} if case.form is None else dict(zip(("k_scale", "v_scale"), scale_numbers(copy), strict=True))
+
+
 def _wrapper(case: Case, copies: Sequence[Inputs], page_size: int, layout: str, tensor_cores: bool) -> Prepared:
     import flashinfer
 
@@ -50,7 +56,7 @@ def _wrapper(case: Case, copies: Sequence[Inputs], page_size: int, layout: str, 
     pages = make_pages(case, page_size, q.device)
     starts = [0, *accumulate(pages.counts)]
     sizes = s.heads_q, s.heads_kv, s.head_dim, page_size
-    options = {"window_left": _window_left(case), "q_data_type": q.dtype, "kv_data_type": q.dtype}
+    options = {"window_left": _window_left(case), "q_data_type": q.dtype, "kv_data_type": copies[0].k.dtype}
     cache = torch.tensor(starts, dtype=torch.int32), pages.flat, torch.tensor(pages.last, dtype=torch.int32)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
     # With tensor cores the automatic choice on Hopper is a prefill kernel that never splits the keys.
@@ -68,7 +74,7 @@ def _wrapper(case: Case, copies: Sequence[Inputs], page_size: int, layout: str, 
     calls = []
     for copy in copies:
         pools = make_pool(case, copy.k, page_size, layout), make_pool(case, copy.v, page_size, layout)
-        calls.append(partial(wrapper.run, _tokens(copy.q), pools))
+        calls.append(partial(wrapper.run, _tokens(copy.q), pools, **_scales(case, copy)))
     return Prepared(f"page {page_size}, {layout}", calls, partial(_to_bhnd, case), plan_us=_median_us(plan))
 
 
@@ -77,11 +83,11 @@ def _single(case: Case, copies: Sequence[Inputs], layout: str) -> Prepared:
 
     decode = partial(flashinfer.single_decode_with_kv_cache, window_left=_window_left(case))
     calls = []
-    for q, k, v in copies:
-        k, v = k[0], v[0]
+    for copy in copies:
+        k, v = copy.k[0], copy.v[0]
         if layout == "NHD":
             k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        calls.append(partial(decode, q[0, :, 0], k, v, layout))
+        calls.append(partial(decode, copy.q[0, :, 0], k, v, layout, **_scales(case, copy)))
     return Prepared(f"single request, {layout}", calls, partial(_to_bhnd, case))
 
 
@@ -117,14 +123,17 @@ def _xqa(case: Case, copies: Sequence[Inputs], page_size: int, layout: str) -> P
     calls = []
     for copy in copies:
         pools = make_pool(case, copy.k, page_size, layout), make_pool(case, copy.v, page_size, layout)
+        k_scale, v_scale = (1.0, 1.0) if case.form is None else scale_numbers(copy)
         calls.append(
             partial(
                 flashinfer.decode.xqa_batch_decode_with_kv_cache,
                 _tokens(copy.q), pools, workspace, pages.table, pages.lens.view(torch.uint32), s.kv_len,
-                bmm1_scale=s.head_dim**-0.5, bmm2_scale=1.0, window_left=_window_left(case), kv_layout=layout,
+                bmm1_scale=k_scale * s.head_dim**-0.5, bmm2_scale=v_scale,
+                window_left=_window_left(case), kv_layout=layout,
             )
         )  # fmt: skip
-    return Prepared(f"page {page_size}, {layout}", calls, partial(_to_bhnd, case))
+    tolerance = None if case.form is None else E4M3_TOLERANCE
+    return Prepared(f"page {page_size}, {layout}", calls, partial(_to_bhnd, case), tolerance=tolerance)
 
 
 def _xqa_page_size(case: Case) -> int:
@@ -146,12 +155,16 @@ def _median_us(function: Callable[[], object], repeats: int = 11) -> float:
     return sorted(times)[repeats // 2]
 
 
+def _needs_dtypes(case: Case) -> str | None:
+    return needs_fp8(case) or needs_half(case)
+
+
 def _cuda_core_refuses(case: Case) -> str | None:
     if case.shape.group not in GROUPS:
         return f"its CUDA-core kernel has no {case.shape.group} query heads per KV head"
     if case.options.q_len > 1:
         return "its CUDA-core kernel takes one query token per sequence"
-    return needs_half(case)
+    return _needs_dtypes(case)
 
 
 def _xqa_refuses(case: Case) -> str | None:
@@ -159,11 +172,11 @@ def _xqa_refuses(case: Case) -> str | None:
         return f"its pages hold {', '.join(map(str, XQA_PAGE_SIZES))} keys, not {case.options.page_size}"
     if case.options.q_len > 1:
         return "called here with one query token per sequence only; more need a packed mask"
-    return needs_half(case)
+    return _needs_dtypes(case)
 
 
 def _tensor_core_key(case: Case) -> tuple[object, ...]:
-    return case.dtype, case.shape.head_dim, case.options.window is None
+    return case.dtype, case.kv_dtype, case.shape.head_dim, case.options.window is None
 
 
 def _cuda_core_key(case: Case) -> tuple[object, ...]:
@@ -182,7 +195,7 @@ PEERS = (
     ),
     Peer(
         "flashinfer_tc", "FlashInfer, tensor cores", "cuda", _tensor_core_variants,
-        refuses=needs_half, build_key=_tensor_core_key, **_INSTALLED,
+        refuses=_needs_dtypes, build_key=_tensor_core_key, **_INSTALLED,
     ),
     # Last: at long contexts it was seen to fail in a way that ends the process's use of the GPU.
     Peer("xqa", "XQA", "cuda", _xqa_variants, refuses=_xqa_refuses, build_key=_xqa_key, **_INSTALLED),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_decoding.bench.peers.base import Peer, Prepared, needs_plain, split_heads
+from flash_decoding.bench.peers.base import Peer, Prepared, needs_numbers, needs_plain, split_heads
 from flash_decoding.bench.timing import Inputs
 from flash_decoding.bench.workloads import Case
 
@@ -82,7 +82,7 @@ def _forced(backend: SDPBackend) -> Callable[[Case, Sequence[Inputs]], Variants]
 
 
 def _needs_dense(case: Case) -> str | None:
-    return "takes no block table" if case.options.page_size is not None else None
+    return needs_numbers(case) or ("takes no block table" if case.options.page_size is not None else None)
 
 
 def _needs_plain(case: Case) -> str | None:
@@ -90,7 +90,7 @@ def _needs_plain(case: Case) -> str | None:
 
 
 def _needs_group(case: Case) -> str | None:
-    if case.shape.group == 1:
+    if case.form is None and case.shape.group == 1:
         return "the same call as sdpa when every query head has a KV head of its own"
     return _needs_plain(case)
 
