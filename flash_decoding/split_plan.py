@@ -19,8 +19,9 @@ from typing import NamedTuple
 _BYTES_IN_FLIGHT = {1: 72 * 1024, 2: 96 * 1024, 4: 128 * 1024}
 # A merge costs about as much as this many tiles, and a tile more for so many splits (2 us and up on an H200).
 _MERGE_TILES, _MERGE_SPLITS_PER_TILE = 2.5, 32
-# The model is no better than this, and fewer splits leave less to merge.
-_SLACK = 1.04
+# The model is no better than this, and fewer splits leave less to merge. Programs that read codes are busy themselves,
+# not only waiting for memory, so there every one that is missing shows.
+_SLACK, _SLACK_OF_CODES = 1.04, 1.01
 # Sequences that may differ in length and hold more tiles than this are cut into pieces of one size: the longest alone
 # would be the last to end. Shorter ones end soon enough to leave no processor idle for long.
 _RAGGED_TILES = 8
@@ -275,7 +276,7 @@ def choose_plan(
             pieces = min(per_processor * processors, problems * tiles // _TILES_PER_PIECE)
             at_once = min(slots, pieces)
             return Plan(at_once if all_run_at_once(problems, at_once) else pieces, None, tile, at_once)
-        num_splits = choose_num_splits(problems, tiles, slots)
+        num_splits = choose_num_splits(problems, tiles, slots, _SLACK if parts == 1 else _SLACK_OF_CODES)
     return Plan(num_splits, None, tile)
 
 
@@ -292,8 +293,8 @@ def programs_per_processor(tile: Tile, element_size: int, parts: int = 1) -> int
 
 
 @lru_cache(maxsize=4096)
-def choose_num_splits(problems: int, tiles: int, slots: int) -> int:
-    """The fewest splits per problem whose predicted time is within a few percent of the least.
+def choose_num_splits(problems: int, tiles: int, slots: int, slack: float = _SLACK) -> int:
+    """The fewest splits per problem whose predicted time is within `slack` times the least.
 
     Args:
         problems: independent (sequence, KV head, tile of rows).
@@ -304,7 +305,7 @@ def choose_num_splits(problems: int, tiles: int, slots: int) -> int:
         return 1
     most = min(tiles, max(2 * slots // problems, 1))
     costs = [_cost_in_tiles(problems, tiles, splits, slots) for splits in range(1, most + 1)]
-    good_enough = _SLACK * min(costs)
+    good_enough = slack * min(costs)
     return next(splits for splits, cost in enumerate(costs, start=1) if cost <= good_enough)
 
 

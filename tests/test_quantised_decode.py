@@ -410,3 +410,33 @@ def test_flash_attn_appends_to_codes(target, scales):
     per_sequence = torch.rand(2, 2, device=target.device)
     with pytest.raises(ValueError, match="k_descale must be the same for all sequences"):
         flash_attn_with_kvcache(q, k_codes, v_codes, k, v, cache_seqlens=0, k_descale=per_sequence)
+
+
+@pytest.mark.compiles
+@pytest.mark.feature("torch.compile")
+@pytest.mark.parametrize("name", ["int8:head", "int4:group32+zero"])
+@pytest.mark.parametrize(
+    "form", [str, KVFormat.parse, lambda name: name.split(":")[0]], ids=["name", "format", "short"]
+)
+def test_compiled_in_one_graph(target, name, form):
+    q, k, v, options = make(target, name)
+    options["kv_format"] = form(name)
+
+    def step(q, k, v, k_scale, v_scale):
+        call = options | {"k_scale": k_scale, "v_scale": v_scale}
+        return flash_decode(q, k, v, return_lse=True, backend=target.backend, **call)
+
+    inputs = q, k, v, options["k_scale"], options["v_scale"]
+    assert_same_bits(torch.compile(step, fullgraph=True, backend="eager")(*inputs), step(*inputs))
+
+
+@pytest.mark.compiles
+@pytest.mark.feature("torch.compile")
+def test_numbers_as_scales_are_compiled(target):
+    q, k, v, _ = make(target, "fp8_e4m3")
+    compiled = torch.compile(
+        lambda q, k, v: flash_decode(q, k, v, k_scale=0.5, v_scale=2, backend=target.backend),
+        fullgraph=True,
+        backend="eager",
+    )
+    assert torch.equal(compiled(q, k, v), flash_decode(q, k, v, k_scale=0.5, v_scale=2, backend=target.backend))

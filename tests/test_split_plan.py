@@ -194,3 +194,18 @@ class TestTable:
         table = self.table()
         assert plan(*self.LONG, table=table) is plan(*self.LONG, table=table)
         assert hash(table) == hash(table) != hash(self.table())
+
+
+@pytest.mark.parametrize(
+    ("parts", "scales", "shape", "least", "most"),
+    [
+        (2, 0, (1, 32, 8, 131072, 64), 32, 33),
+        (2, 1, (1, 32, 8, 131072, 64), 65, 66),
+        (2, 1, (16, 32, 8, 8192, 64), 4, 4),
+        (4, 2, (1, 32, 8, 131072, 32), 128, 132),
+    ],
+    ids=str,
+)
+def test_measured_quantised_caches_get_a_measured_good_count(parts, scales, shape, least, most):
+    """Widths in 16-bit words, of 128 elements; counts from benchmarks/sweeps/nvidia-h200-codes.json."""
+    assert least <= plan(*shape, parts=parts, scales=scales).num_splits <= most

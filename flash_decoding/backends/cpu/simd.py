@@ -171,7 +171,7 @@ def _fp8_to_half(builder: ir.IRBuilder, codes: ir.Value, kind: types.Type) -> ir
 
     if kind == types.uint32:  # an e5m2 number is the upper byte of a float16
         return builder.shl(builder.zext(codes, type_), every(8))
-    # e4m3: sign, exponent and mantissa move to where a float16 has them, which holds every such number exactly. Only the
+    # e4m3: sign, exponent and mantissa move to where a float16 has them, which holds each such number exactly. Only the
     # bit below the sign is wrong: it repeats the sign and has to be 0, but 1 for the largest magnitude, which is NaN. A
     # carry out of that magnitude flips it, so the exclusive or of before and after the carry is right for all.
     moved = builder.shl(builder.sext(codes, type_), every(7))
