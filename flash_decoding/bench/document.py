@@ -27,9 +27,11 @@ def merge_suites(rows: Sequence[Row]) -> list[Row]:
 
 def render_block(rows: Sequence[Row], environment: dict[str, Any], picture: str | None) -> str:
     """The marked block: where and when, the summary table, and the picture if there is one."""
+    date = environment.get("date", "")
+    days = date if " and " in date else date[:10]
     where = (
         f"µs per decode step in a CUDA graph with cold caches on one {environment.get('gpu')}; "
-        f"torch {environment.get('torch')}, Triton {environment.get('triton')}, {environment.get('date', '')[:10]}. "
+        f"torch {environment.get('torch')}, Triton {environment.get('triton')}, {days}. "
         "The read floor is the time of a kernel that only reads as many bytes."
     )
     parts = [BEGIN, where, summary_markdown(rows)]

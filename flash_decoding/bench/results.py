@@ -176,6 +176,12 @@ def dump(results: Results) -> str:
     return f'{text[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
+def merge_environments(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first, with the days of all in place of its date where they differ."""
+    days = sorted({environment.get("date", "")[:10] for environment in environments})
+    return environments[0] if len(days) == 1 else environments[0] | {"date": " and ".join(days)}
+
+
 def read_results(path: Path) -> Results:
     """A result file, checked: the schema's number, and every row's fields."""
     try:

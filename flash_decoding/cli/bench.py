@@ -173,14 +173,15 @@ def _report(
 
 
 def _read(paths: list[Path]) -> tuple[list[Row], dict[str, Any]]:
-    """All rows of the files, and the environment of the first."""
-    from flash_decoding.bench.results import find_result_files, read_results
+    """All rows of the files, and the environment of the first, with the days of all."""
+    from flash_decoding.bench.results import find_result_files, merge_environments, read_results
 
     try:
         files = [read_results(path) for path in find_result_files(paths)]
     except ValueError as error:
         fail(str(error))
-    return [row for results in files for row in results["rows"]], files[0]["environment"]
+    rows = [row for results in files for row in results["rows"]]
+    return rows, merge_environments([results["environment"] for results in files])
 
 
 def _compare(rows: list[Row], path: Path) -> None:
