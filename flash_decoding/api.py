@@ -118,33 +118,26 @@ def flash_decode(
     Source: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
     """
     arrays: _Arrays = (
-        kv_lens,
-        kv_start,
-        block_table,
-        q_lens,
-        alibi_slopes,
-        sinks,
-        key_mask,
-        tree_mask,
-        k_scale,
-        v_scale,
-    )
+        kv_lens, kv_start, block_table, q_lens, alibi_slopes, sinks, key_mask, tree_mask, k_scale, v_scale
+    )  # fmt: skip
+    given = [x for x in arrays if x is not None]
     key = record = None
-    if check is False and _may_be_recorded(q, k, v, arrays):
+    if check is False and _may_be_recorded(q, k, v, given):
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
             v.dtype, v.device, (addresses[0] | addresses[1] | addresses[2]) & 15, addresses[1] == addresses[2], layout,
             kv_format, scale, type(scale), causal, type(causal), window, type(window), softcap, type(softcap),
-            num_splits, type(num_splits), split_size, type(split_size), return_lse, backend, _facts(arrays),
-            _facts((out, lse)), 0 if q.is_cuda else torch.get_num_threads(),
+            num_splits, type(num_splits), split_size, type(split_size), return_lse, backend,
+            _facts(arrays) if given else None, None if out is lse is None else _facts((out, lse)),
+            0 if q.is_cuda else torch.get_num_threads(),
         )  # fmt: skip
         try:
             record = recorded.find(key)
         except TypeError:  # something unhashable is none of the types allowed, which the checks below say by name
             record = key = None
-        if record is not None and _has_plain_flags(q, k, v, arrays, workspace):
-            addresses += [x.data_ptr() for x in arrays if x is not None]
+        if record is not None and _has_plain_flags(q, k, v, given, workspace):
+            addresses += [x.data_ptr() for x in given]
             done = record.repeat((q, k, v, *arrays), addresses, out, lse, return_lse, workspace)
             if done is not None:
                 return done
@@ -173,32 +166,31 @@ def flash_decode(
     return (out, lse) if return_lse and lse is not None else out
 
 
-def _may_be_recorded(q: Tensor, k: Tensor, v: Tensor, arrays: _Arrays) -> bool:
-    """Whether these are plain tensors in memory. On a CPU, arrays are looked at on every call and take the long way."""
+def _may_be_recorded(q: Tensor, k: Tensor, v: Tensor, given: list[Any]) -> bool:
+    """Whether these are plain tensors in memory.
+
+    On a CPU, arrays are looked at on every call and take the long way, as do scales that are no tensors on the device.
+    """
     return (
         type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and not is_watched()
         and q.layout is k.layout is v.layout is torch.strided
-        and (q.is_cuda or all(x is None for x in arrays))
-        # Other scales than these become tensors on the way.
-        and all(x is None or (isinstance(x, Tensor) and x.is_cuda) for x in arrays[-2:])
+        and (not given or (q.is_cuda and all(isinstance(x, Tensor) and x.is_cuda for x in given)))
     )  # fmt: skip
 
 
-def _facts(arrays: _Arrays) -> tuple | None:
+def _facts(arrays: _Arrays) -> tuple:
     """What a signature holds of optional tensors; anything else stands for itself."""
-    if not any(x is not None for x in arrays):
-        return None
     return tuple([
         (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) and x.layout is torch.strided else x
         for x in arrays
     ])  # fmt: skip
 
 
-def _has_plain_flags(q: Tensor, k: Tensor, v: Tensor, arrays: _Arrays, workspace: Workspace | None) -> bool:
+def _has_plain_flags(q: Tensor, k: Tensor, v: Tensor, given: list[Any], workspace: Workspace | None) -> bool:
     """Whether nothing that a signature does not tell would have the call refused."""
     if torch.is_grad_enabled():
-        for x in (q, k, v, *arrays):  # integers never require one
-            if x is not None and x.requires_grad:
+        for x in (q, k, v, *given):  # integers never require one
+            if x.requires_grad:
                 return False
     return not (q.is_neg() or k.is_neg() or v.is_neg()) and (workspace is None or type(workspace) is Workspace)
 
