@@ -55,8 +55,8 @@ def flash_decode(
     is no backward.
 
     Args:
-        q: [B, Hq, Lq, D], float16, bfloat16 or float32; Lq from 1 to 64 tokens, the last ones of each sequence. D a
-            multiple of 8 from 16 to 576.
+        q: [B, Hq, Lq, D], float16, bfloat16 or float32 (over codes on a GPU not float32); Lq from 1 to 64 tokens, the
+            last ones of each sequence. D a multiple of 8 from 16 to 576.
         k: [B, Hkv, N, D], dtype of q, or codes of a quantised cache. Any strides with the last axis contiguous; never
             copied.
         v: [B, Hkv, N, Dv], likewise. Dv, up to 512, may differ from D, and v may be a view into k.
@@ -88,7 +88,8 @@ def flash_decode(
         k_scale: what the codes of k are multiplied with: float32 [] or [1] or a number for all; [Hkv] per head;
             [Hkv, D] per channel; [B, Hkv, N] per token ([B, N, Hkv] for "bnhd", [pages, Hkv, page_size] with pages),
             any strides; for int4 float16 [B, Hkv, N, D / group], with a zero point [B, Hkv, N, D / group, 2]. None
-            means 1 for fp8 codes. On a CPU those of up to two axes are refused where one is 0 or not finite.
+            means 1 for fp8 codes. On a CPU those of up to two axes are refused where one is 0 or not finite. A number
+            becomes a tensor on every call, which a tensor on the device spares.
         v_scale: likewise, Dv wide and not per channel.
         num_splits: how many splits per sequence; None lets the planner choose, 1 takes no scratch and one kernel.
         split_size: keys per split instead; a sequence's result then has the same bits whatever else is in the batch.
@@ -152,6 +153,8 @@ def flash_decode(
         return _traced(call, return_lse, workspace, backend)
     problem = make_problem(call)
     for error in backends.find_backend_errors(backend, q.device, None if problem.kv_format is None else q.dtype):
+        raise error
+    for error in backends.find_problem_errors(backend, problem):
         raise error
     if workspace is not None and not isinstance(workspace, Workspace):
         raise TypeError(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
@@ -244,6 +247,8 @@ def explain(
     if isinstance(q, Tensor):
         over_codes = q.dtype if has_codes(call) else None
         reasons += [str(error) for error in backends.find_backend_errors(backend, q.device, over_codes)]
+    if not reasons:
+        reasons += [str(error) for error in backends.find_problem_errors(backend, make_problem(call))]
     if workspace is not None and not isinstance(workspace, Workspace):
         reasons.append(f"workspace must be a Workspace or None, got {type(workspace).__name__}")
     return reasons

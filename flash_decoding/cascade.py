@@ -184,6 +184,8 @@ def _checked(call: Call, scales: PrefixScales, prefix_len: int, shared: bool | N
     over_codes = None if problem.kv_format is None else call.q.dtype
     for error in backends.find_backend_errors(backend, call.q.device, over_codes):
         raise error
+    for error in backends.find_problem_errors(backend, problem):
+        raise error
     return problem
 
 

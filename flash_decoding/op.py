@@ -127,6 +127,8 @@ def _decode(*arguments: Any) -> None:
     over_codes = None if problem.kv_format is None else call.q.dtype
     for error in backends.find_backend_errors(backend, call.q.device, over_codes):
         raise error
+    for error in backends.find_problem_errors(backend, problem):
+        raise error
     run(problem, call, backend, None, out, lse)
 
 

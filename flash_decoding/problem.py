@@ -423,6 +423,12 @@ def _scale_errors(call: Call) -> Iterator[Exception]:
         yield from find_scale_errors(f"{name}_scale", form, scale, x, width, call.layout)
 
 
+def _is_int4(call: Call) -> bool:
+    """Whether the values are int4 codes, of a call whose format can be told."""
+    side = sides_of(call)[1]
+    return (side if isinstance(side, str) or side is None else side.codes) == "int4"
+
+
 def _state_errors(call: Call) -> Iterator[Exception]:
     """What may differ between calls of one signature: flags of tensors, and lengths where looking costs no wait."""
     if torch.is_grad_enabled():
@@ -435,6 +441,10 @@ def _state_errors(call: Call) -> Iterator[Exception]:
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if x.is_neg():
             yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
+    if call.v.data_ptr() == call.k.data_ptr() and call.v.shape[-1:] != call.k.shape[-1:] and _is_int4(call):
+        yield ValueError(
+            "v must not begin inside k where it holds int4 codes and is less wide: their order depends on the width"
+        )
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if isinstance(scale, Tensor) and (call.check or scale.device.type == "cpu"):
             yield from find_value_errors(name, scale)

@@ -198,7 +198,9 @@ def split_sides(kv_format: str | KVFormat | None) -> tuple[Side, Side]:
         k, v = (_side_of(part) for part in (parts * 2 if len(parts) == 1 else parts))
         KVFormat(*(x if isinstance(x, CodeFormat) else None for x in (k, v)))
     except ValueError as error:
-        raise ValueError(f"kv_format must name a format such as 'fp8' or 'int4:group32', got {kv_format!r}") from error
+        raise ValueError(
+            f"kv_format must name a format such as 'fp8' or 'int4:group32', got {kv_format!r}: {error}"
+        ) from error
     return k, v
 
 
@@ -248,7 +250,9 @@ def resolve_side(name: str, side: CodeFormat | str, scale: Tensor | float | None
                 f"int4 codes, with a group of {', '.join(map(str, GROUPS))}, got {_shape(scale)}"
             )
         return CodeFormat(codes, "group", group, axes == 5)
-    if axes > 3 or (axes == 2 and name == "v"):
+    if axes == 2 and name == "v":
+        raise ValueError(f"v_scale must not be per channel, which is for keys, got shape {_shape(scale)}")
+    if axes > 3:
         raise ValueError(f"{name}_scale must have at most 3 axes for {codes} codes, got shape {_shape(scale)}")
     if axes == 1 and isinstance(scale, Tensor) and scale.shape[0] == 1:
         axes = 0
@@ -345,7 +349,8 @@ def quantize_kv(
         k_scale: scales to use, as CodeFormat has them; None takes them from the data: the largest finite magnitude over
             the largest code, 1 where all is 0. With a zero point the range that is covered includes 0.
         v_scale: likewise.
-        check: refuse NaN, and scales that are 0 or not finite, which waits for a GPU. Without it NaN becomes 0.
+        check: refuse NaN, and given scales per tensor, head and channel that are 0 or not finite, which waits for a
+            GPU. Without it NaN becomes 0.
 
     Returns:
         (k, v, k_scale, v_scale, kv_format), with the names and in the form that flash_decode() takes.
@@ -488,7 +493,9 @@ def _find_scale(x: Tensor, form: CodeFormat, layout: str) -> Tensor:
         low, high = (-_over(-x, (-1,))).clamp(max=0.0), _over(x, (-1,)).clamp(min=0.0)
         # Divided first, because the difference of two floats may be too large for one.
         scale = _half_scale(_divided(high, _LARGEST_INT4) - _divided(low, _LARGEST_INT4))
-        return torch.stack((scale, (-low / scale.float()).half()), dim=-1)
+        # At most the largest code where the scale does not cover the range: what means 0 must be a code.
+        zero = (-low / scale.float()).clamp(max=_LARGEST_INT4)
+        return torch.stack((scale, zero.half()), dim=-1)
     axes = {"tensor": (0, 1, 2, 3), "head": (0, length, 3), "channel": (0, length)}.get(form.scale, (-1,))
     scale = _divided(_over(x.abs(), axes), LARGEST_CODE[form.codes])
     if form.scale == "group":

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from flash_decoding.backends.triton.append import _WARPS, _append_kernel, choose_rows
 from flash_decoding.backends.triton.chunk import _chunk_kernel
-from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel, block_of_states
+from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel, block_of_splits, block_of_states
 from flash_decoding.split_plan import Tile, next_power_of_2
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -95,6 +95,21 @@ def compile_reduce(
     constants = {
         "G": 4, "Lq": 1, "BLOCK_M": 16, "SKIP_EMPTY": skip_empty, "DV": value_dim, "BLOCK_S": block_s,
         "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)),
+    }  # fmt: skip
+    return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
+
+
+def compile_partials(dtype, width, count, arch, *, is_last) -> Compiled:
+    """The reduce kernel as it merges partials of several calls, into one more where it is not the last."""
+    block_s, num_warps = block_of_splits(count)
+    signature = {
+        **dict.fromkeys(("acc_ptr", "m_ptr", "l_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{NAMES[dtype]}",
+        "out_stride": ("i32", "i32", "i32"), "acc_step": "i32",
+        **dict.fromkeys(("sinks_ptr",) if is_last else ("l_out_ptr",), "*fp32"),
+        **dict.fromkeys(("kv_len", "B", "Hq", "rows", "num_splits"), "i32"),
+    }  # fmt: skip
+    constants = {
+        "G": 1, "Lq": 1, "BLOCK_M": 1, "SKIP_EMPTY": True, "DV": width, "BLOCK_S": block_s, "BLOCK_DV": SLICE,
     }  # fmt: skip
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
 

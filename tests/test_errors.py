@@ -116,7 +116,7 @@ REFUSED = [
     (CODES | dict(k_scale=torch.zeros(2, 64)), ValueError, "k_scale must be finite and not 0"),
     (CODES | dict(k_scale=torch.ones(3)), ValueError, r"k_scale must have shape \[2\] for scales per head, got \[3\]"),
     (CODES | dict(k_scale=torch.ones(2, 2)), ValueError, r"k_scale must have shape \[2, 64\] for scales per channel, got \[2, 2\]"),
-    (CODES | dict(v_scale=torch.ones(2, 64)), ValueError, r"v_scale must have at most 3 axes for int8 codes, got shape \[2, 64\]"),
+    (CODES | dict(v_scale=torch.ones(2, 64)), ValueError, r"v_scale must not be per channel, which is for keys, got shape \[2, 64\]"),
     (CODES | dict(v_scale=TOKENS[..., None]), ValueError, "v_scale must have at most 3 axes for int8 codes"),
     (CODES | dict(k_scale=TOKENS[..., :9]), ValueError, r"k_scale must have shape \[2, 2, 10\] for scales per token, got \[2, 2, 9\]"),
     (CODES | dict(k_scale=TOKENS, kv_format="int8:head"), ValueError, r"k_scale must have shape \[2\] for scales per head"),

@@ -17,6 +17,7 @@ from flash_decoding import (
     flash_attn_with_kvcache,
     flash_decode,
     merge_states,
+    quantize_kv,
     reference,
 )
 
@@ -36,6 +37,9 @@ WIDTHS = {
     "int4:group64+zero": [(64, 192), (576, 512)],
     "int4:group128": [(128, 128), (256, 384)],
 }
+
+
+NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +144,13 @@ def test_what_nobody_may_see_changes_no_bit(target, kv_format, plan):
 
 
 @pytest.mark.feature("paged cache")
-@pytest.mark.parametrize("page_size", [1, 3, 16, 128])
-@pytest.mark.parametrize("kv_format", [*SOME, "fp8_e4m3:token", "int8:channel/int8"])
+@pytest.mark.parametrize(
+    ("kv_format", "page_size"),
+    [
+        *((kv_format, page_size) for kv_format in SOME for page_size in (3, 16)),
+        ("int8", 1), ("int4:group32+zero", 128), ("fp8_e4m3:token", 16), ("int8:channel/int8", 3),
+    ],
+)  # fmt: skip
 def test_pages_change_no_bit(target, kv_format, page_size):
     """Pages in any order, with poison in their other rows and in unused ones."""
     q, k, v, options = make(target, kv_format, batch=3)
@@ -265,6 +274,38 @@ def test_repeated_calls_give_the_same_bits(target, kv_format):
     assert_same_bits(calls[2], calls[0])
     other = quantized(*dequantize_kv(k.flip(2), v.flip(2), **options), kv_format)  # other addresses and other scales
     check(target, q, *other[:2], **other[2])
+
+
+def test_scales_per_group_may_lie_at_any_address(target):
+    """Also in a call that is repeated from one whose scales could be read two at a time."""
+    q, k, v, options = make(target, "int4:group32")
+    want = flash_decode(q, k, v, backend=target.backend, **options)
+    for name in ("k_scale", "v_scale"):
+        room = torch.empty(options[name].numel() + 1, dtype=torch.half, device=target.device)[1:]
+        options[name] = room.view(options[name].shape).copy_(options[name])
+        assert torch.equal(flash_decode(q, k, v, backend=target.backend, **options), want)
+
+
+@pytest.mark.parametrize("kind", ["slice", "expanded"])
+def test_scales_per_channel_of_other_strides(target, kind):
+    q, k, v, options = make(target, "int8:channel/int8:head")
+    scale = options["k_scale"]
+    if kind == "slice":
+        options["k_scale"] = torch.full((3, 100), NAN, device=target.device)[1:, 20:84].copy_(scale)
+    else:
+        options["k_scale"] = scale[:1].expand(2, -1)
+    check(target, q, k, v, atol=1e-3, **options)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3:token", "int8", "int4:group32"])
+def test_a_value_far_smaller_than_the_others_may_have_all_the_weight(target, kv_format):
+    q, k, v = make_inputs(1, 1, 1, 40, 64, torch.bfloat16, target.device)
+    k.copy_(-q.sign())
+    k[:, :, 3], v[:, :, 3] = 8 * q.sign()[:, :, 0], v[:, :, 3] * 2.0**-20
+    k, v, options = quantized(k, v, kv_format)
+    want = reference(q, k, v, **options)
+    out = flash_decode(q, k, v, backend=target.backend, **options)
+    assert max_error(out, want) <= 2.0**-7 * want.abs().max().item()
 
 
 def test_without_scales_a_call_is_repeated_too(target):
@@ -412,6 +453,22 @@ def test_flash_attn_appends_to_codes(target, scales):
         flash_attn_with_kvcache(q, k_codes, v_codes, k, v, cache_seqlens=0, k_descale=per_sequence)
 
 
+@pytest.mark.feature("flash-attn's functions")
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_scales_of_the_only_sequence_are_the_same_for_all(target, step):
+    q, k, v = make_inputs(1, 4, 2, 40, 64, torch.float16, target.device, layout="bnhd")
+    descale = torch.tensor([[0.02, 0.0, 0.03, 0.0]], device=target.device)[:, ::2]
+    if step == 1:
+        descale = descale.contiguous()
+    caches = [torch.zeros(1, 50, 2, 64, dtype=torch.int8, device=target.device) for _ in "kv"]
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=0, causal=True, k_descale=descale, v_descale=descale)
+    scales = {"k_scale": descale[0].contiguous(), "v_scale": descale[0].contiguous()}
+    want = quantize_kv(k, v, "int8:head", layout="bnhd", **scales)
+    assert torch.equal(caches[0][:, :40], want.k)
+    assert torch.equal(caches[1][:, :40], want.v)
+    assert max_error(out, reference(q, want.k, want.v, layout="bnhd", **scales)) <= 2e-3
+
+
 @pytest.mark.compiles
 @pytest.mark.feature("torch.compile")
 @pytest.mark.parametrize("name", ["int8:head", "int4:group32+zero"])
@@ -440,3 +497,28 @@ def test_numbers_as_scales_are_compiled(target):
         backend="eager",
     )
     assert torch.equal(compiled(q, k, v), flash_decode(q, k, v, k_scale=0.5, v_scale=2, backend=target.backend))
+
+
+def test_codes_at_odd_strides_are_refused_by_name_where_words_are_loaded(target):
+    k, v, options = quantized(*(torch.randn(1, 2, 30, 64, device=target.device) for _ in range(2)), "int8:head")
+    q = torch.randn(1, 4, 1, 64, device=target.device).half()
+    odd = torch.zeros(1, 2, 30, 65, dtype=torch.int8, device=target.device)[..., :64].copy_(k)
+    options["backend"] = target.backend
+    reasons = explain(q, odd, v, **options)
+    if target.backend == "triton":
+        assert len(reasons) == 1
+        assert "k must have codes at an even address and with even strides" in reasons[0]
+        with pytest.raises(ValueError, match="k must have codes at an even address"):
+            flash_decode(q, odd, v, **options)
+    else:
+        assert reasons == []
+        assert torch.equal(flash_decode(q, odd, v, **options), flash_decode(q, k, v, **options))
+
+
+def test_int4_values_inside_wider_keys_are_refused(target):
+    k, _, options = quantized(*(torch.randn(1, 1, 20, 128, device=target.device) for _ in range(2)), "int4")
+    q = torch.randn(1, 4, 1, 128, device=target.device).half()
+    options |= {"v_scale": options["k_scale"][..., :1], "backend": target.backend}
+    for _ in range(2):  # also when the signature is known
+        with pytest.raises(ValueError, match="v must not begin inside k where it holds int4 codes"):
+            flash_decode(q, k, k[..., :32], **options)

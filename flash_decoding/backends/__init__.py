@@ -11,6 +11,8 @@ from types import ModuleType
 
 import torch
 
+from flash_decoding.problem import Problem
+
 BACKENDS = ("auto", "triton", "cpu")
 _MIN_CAPABILITY = (8, 0)
 
@@ -35,6 +37,14 @@ def find_backend_errors(
         reasons.append("codes become float16 there, so q must be float16 or bfloat16, got float32")
     for reason in reasons:
         yield ValueError(f"backend {name!r} cannot run this call: {reason}")
+
+
+def find_problem_errors(backend: str, problem: Problem) -> Iterator[Exception]:
+    """Every reason why a backend that runs on the device cannot do this call."""
+    name = resolve(backend, problem.q.device)
+    if name == "triton":
+        for error in load(name).find_errors(problem):
+            yield ValueError(f"backend {name!r} cannot run this call: {error}")
 
 
 def resolve(backend: str, device: torch.device) -> str:

@@ -389,13 +389,13 @@ def _decoding(
 def _scales(
     descale: Tensor | None, name: str, batch: int, cache: Tensor, block_table: Tensor | None
 ) -> Tensor | None:  # fmt: skip
-    """Scales as flash_decode() takes them, or [B, Hkv] where they differ by sequence and pages may be shared."""
+    """Scales as flash_decode() takes them, or [B, Hkv] where they may differ by sequence and pages may be shared."""
     if descale is None or descale.ndim != 2:
         return descale
     if descale.shape != (batch, cache.shape[2]):
         raise ValueError(f"{name} must have shape [{batch}, {cache.shape[2]}], got {list(descale.shape)}")
-    if batch and descale.stride(0) == 0:  # expanded, as other libraries make them
-        return descale[0, 0] if descale.stride(1) == 0 else descale[0]
+    if batch == 1 or (batch and descale.stride(0) == 0):  # expanded, as other libraries make them
+        return descale[0, 0] if descale.stride(1) == 0 else _last_contiguous(descale[0])
     return descale if block_table is not None else descale[:, None].expand(-1, cache.shape[1], -1)
 
 

@@ -211,7 +211,7 @@ def attention(
     else:
         if attention_mask is not None:
             key_mask = _as_key_mask(attention_mask, query.shape[0], key.shape[2])
-            kv_start, kv_lens = _find_once(module, attention_mask, lambda: _find_range(key_mask))
+            kv_start, kv_lens = _find_once(module, attention_mask, None, lambda: _find_range(key_mask))
             scores |= {"key_mask": key_mask, "kv_start": kv_start, "kv_lens": kv_lens}
         out = _decode(query, key, value, **scores)
     _count()
@@ -246,7 +246,9 @@ def _decode_blocks(
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     window, key_mask = options.get("sliding_window"), None
     if attention_mask is not None:
-        key_mask = _find_once(module, attention_mask, lambda: _find_key_mask(attention_mask, batch, kv_len, window))
+        key_mask = _find_once(
+            module, attention_mask, window, lambda: _find_key_mask(attention_mask, batch, kv_len, window)
+        )
     elif options.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(f"is_causal must be True for several tokens at a time over a DecodeCache, got False; {_HINT}")
     outs = []
@@ -498,13 +500,13 @@ def _find_key_mask(attention_mask: Tensor, batch: int, kv_len: int, window: int 
     return key_mask.expand(batch, kv_len)
 
 
-def _find_once(module: torch.nn.Module, mask: Tensor, find: Callable[[], Any]) -> Any:
-    """find(), which looks at a mask alone: once for all layers of a step where that can be told."""
+def _find_once(module: torch.nn.Module, mask: Tensor, window: int | None, find: Callable[[], Any]) -> Any:
+    """find(), which looks at a mask and a window alone: once for all layers of a step where that can be told."""
     layer = getattr(module, "layer_idx", None)
     # A compiled graph holds all layers, and its compiler merges equal computations.
     if torch.compiler.is_compiling() or layer is None:
         return find()
-    return _ranges.find(mask, layer, find)
+    return _ranges.find(mask, window, layer, find)
 
 
 class _Ranges(threading.local):
@@ -518,13 +520,14 @@ class _Ranges(threading.local):
     def __init__(self) -> None:
         self._by_mask: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def find(self, mask: Tensor, layer: int, find: Callable[[], Any]) -> Any:
-        """find(), taken from an earlier layer of the step if there is one."""
+    def find(self, mask: Tensor, window: int | None, layer: int, find: Callable[[], Any]) -> Any:
+        """find(), taken from an earlier layer of the step with this window if there is one."""
         version = None if mask.is_inference() else mask._version
-        found = self._by_mask.get(mask)
+        of_mask = self._by_mask.setdefault(mask, {})
+        found = of_mask.get(window)
         if found is None or found[0] >= layer or found[1] != version:
             found = (layer, version, find())
-        self._by_mask[mask] = (layer, version, found[2])
+        of_mask[window] = (layer, version, found[2])
         return found[2]
 
 

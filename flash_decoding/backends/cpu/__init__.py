@@ -22,6 +22,7 @@ from torch import Tensor
 from flash_decoding.backends.cpu.chunk import PACKER, SIZE, make_kernel
 from flash_decoding.backends.cpu.int4 import find_runs
 from flash_decoding.backends.cpu.packing import place
+from flash_decoding.backends.cpu.reduce import merge_partials
 from flash_decoding.backends.cpu.scores import make_options
 from flash_decoding.backends.cpu.simd import E4M3, E5M2, INT4, INT8, LANES
 from flash_decoding.backends.cpu.threads import choose_cpu_splits, count_threads, run_shared
@@ -74,8 +75,11 @@ def _make_plan(num_splits: int, split_size: int | None, head_dim: int, value_dim
     return Plan(num_splits, split_size, Tile(4, _BLOCK_N, head_dim, value_dim, num_warps=1, num_stages=1))
 
 
-def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> None:
-    """Fill out and, if it is not None, lse. partial is None exactly when the plan has one split."""
+def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor | None, lse: Tensor | None) -> None:
+    """Fill out and, if it is not None, lse. partial is None exactly when the plan has one split.
+
+    Without out, partial is filled and not merged.
+    """
     kinds = _kinds_of(problem)
     kernel = _kernel if _kernel is not None and kinds in _status else _prepare(kinds)
     problems = problem.batch * problem.heads_kv
@@ -83,6 +87,13 @@ def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, l
     # `keep` lives as long as any thread works: an interrupt may take the caller away earlier.
     work = bind(_work, kernel, ctypes.addressof(memory), _scalars(kinds), (problem, partial, out, lse, memory))
     run_shared(work, min(count_threads(_elements(problem)), problems * plan.num_splits))
+
+
+def decode_state(problem: Problem, plan: Plan, partial: Partial | None, state: Partial) -> None:
+    """decode() that leaves the softmax over all keys unfinished: fill state, [B, Hq, Lq(, Dv)]."""
+    decode(problem, plan, state if partial is None else partial, None, None)
+    if partial is not None:
+        merge_partials(partial, state.acc, state.m, state.l)
 
 
 def record(
@@ -174,11 +185,13 @@ def _work(kernel: Callable[..., Any], record: int, scalars: tuple[Any, ...], kee
     kernel(record, *scalars)
 
 
-def _describe(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> bytes:
+def _describe(
+    problem: Problem, plan: Plan, partial: Partial | None, out: Tensor | None, lse: Tensor | None
+) -> bytes:  # fmt: skip
     """The packed fields of Call, in their order."""
     p = problem
     return PACKER.pack(
-        *_view(p.q), *_view(p.k), *_view(p.v), *_view(out), _address(lse),
+        *_view(p.q), *_view(p.k), *_view(p.v), *(_NOWHERE if out is None else _view(out)), _address(lse),
         *((0, 0, 0) if partial is None else (partial.acc.data_ptr(), partial.m.data_ptr(), partial.l.data_ptr())),
         *_sequence(p.kv_lens), *_sequence(p.kv_start), *_sequence(p.q_lens),
         *_view_table(p.block_table), *_view_table(p.key_mask), *_view_table(p.tree_mask), *_describe_scales(p),

@@ -302,7 +302,7 @@ def make_scale(source, at, part, zero_point, kind, codes):
             scale = top / np.float32(15.0) + bottom / np.float32(15.0)
         store_half(at, min(max(scale, np.float32(2.0**-24)), np.float32(65504.0)) if scale > 0.0 else np.float32(1.0))
         if zero_point != 0:
-            store_half(at + 2, bottom / load_half(at))
+            store_half(at + 2, min(bottom / load_half(at), np.float32(15.0)))
     else:
         scale = max(top, bottom) / largest_code(codes)
         store_float(at, max(scale, np.float32(2.0**-126)) if scale > 0.0 else np.float32(1.0))

@@ -530,7 +530,7 @@ def store_row(base, kind, scratch, row, value_dim, l):
 
 @inner
 def store_state(call, kind, v_kind, scratch, b, h_kv, split, rows):
-    """Finish all rows where there is one split, else leave their partial softmax; only the first `rows` count."""
+    """Leave the partial softmax of all rows, or finish them if it is not wanted; only the first `rows` count."""
     for row in range(call.heads_q // call.heads_kv * call.q_len):
         head, token = head_of(call, h_kv, row), token_of(call, row)
         # A row that saw no key may have added its zero weight times a value that is not finite.
@@ -541,7 +541,7 @@ def store_state(call, kind, v_kind, scratch, b, h_kv, split, rows):
         # Rounded as partials are: a row's bits must not tell whether its cache could have held more splits.
         m, l = load_float(scratch.m + 4 * row), np.float64(np.float32(load_double(scratch.l + 8 * row)))
         index = (b * call.heads_q + head) * call.q_len + token
-        if call.num_splits == 1:
+        if call.partial_acc == 0:
             out = address_of(call.out, b, head, token)
             store_row(out, kind, scratch, row, call.value_dim, divisor(call.score, head, m, l))
             if call.lse != 0:
@@ -603,7 +603,8 @@ def make_kernel(stamp: str, cache: bool) -> Callable[..., Any]:
                 return memory[0]  # a use after the last unit, or memory would be freed before the first
             b, h_kv = problem // call.heads_kv, problem % call.heads_kv
             attend_split(call, kind, k_kind, v_kind, scratch, b, h_kv, split)
-            if call.num_splits > 1 and fetch_add(counters + 8 + 8 * problem, 1) == call.num_splits - 1:
+            merges = call.num_splits > 1 and call.out.base != 0
+            if merges and fetch_add(counters + 8 + 8 * problem, 1) == call.num_splits - 1:
                 for row in range(rows):
                     merge_row(call, kind, head_of(call, h_kv, row), token_of(call, row), b, scratch.weights)
 

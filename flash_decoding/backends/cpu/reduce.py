@@ -1,16 +1,20 @@
-"""Merge the splits of one (sequence, KV head), exactly.
+"""Merge partial softmaxes over disjoint keys, exactly.
 
     M = max m_i,   out = sum 2**(m_i - M) acc_i / sum 2**(m_i - M) l_i,   lse = ln 2 * M + ln(sum 2**(m_i - M) l_i)
 
 in the order of the splits, so that the timing of threads changes no bit. Splits that saw no key have m = -inf and
 weigh nothing. A sink joins the sum of the first formula's denominator here, but not the lse.
+
+merge_row() is for the splits of one call, which its threads merge; merge_partials() for those of several calls.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from flash_decoding.backends.cpu.scores import NO_SCORE, divisor, natural_lse, weight
+from flash_decoding.backends.cpu.scores import LN_2, LOG2_E, NO_SCORE, divisor, natural_lse, weight
 from flash_decoding.backends.cpu.simd import (
     FLOAT32,
     LANES,
@@ -25,6 +29,7 @@ from flash_decoding.backends.cpu.simd import (
     store,
     store_float,
 )
+from flash_decoding.workspace import Partial
 
 
 @inner
@@ -58,3 +63,29 @@ def merge_row(call, kind, head, token, b, weights):
         store(out + d * element_bytes(kind), div(acc, total), kind)
     if call.lse != 0:
         store_float(call.lse + 4 * row, natural_lse(m, l))
+
+
+def merge_partials(
+    partial: Partial, out: Tensor, lse: Tensor | None, l: Tensor | None = None, *, sinks: Tensor | None = None
+) -> None:  # fmt: skip
+    """Merge partials [S, B, Hq, Lq(, Dv)] into out [B, Hq, Lq, Dv] of any dtype and, if it is not None, lse.
+
+    With l the result is a partial too, not finished: out becomes its acc, lse its m. They may not be parts of partial.
+    """
+    acc, m, l_each = partial
+    top = m.amax(dim=0)
+    shift = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf would be NaN
+    w = torch.exp2((m - shift).double())
+    total = (w * l_each).sum(dim=0)
+    merged = (w.to(torch.float32)[..., None] * acc).sum(dim=0)
+    if l is not None:
+        assert lse is not None, "it takes m"
+        out.copy_(merged)
+        lse.copy_(top)
+        l.copy_(total)
+        return
+    if lse is not None:
+        lse.copy_(shift.double() * LN_2 + total.log())
+    if sinks is not None:
+        total = torch.where(total > 0, total + torch.exp2(sinks.double()[:, None] * LOG2_E - shift), total)
+    out.copy_(merged / total.masked_fill(total == 0, 1.0)[..., None])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_decoding.backends.triton.chunk import launch_chunk, view_words
+from flash_decoding.backends.triton.chunk import find_code_errors, launch_chunk, view_words
 from flash_decoding.backends.triton.codes import parts_of, scales_by_key
 from flash_decoding.backends.triton.launch import Launch, recording, start_again
-from flash_decoding.backends.triton.reduce import launch_reduce
+from flash_decoding.backends.triton.reduce import launch_partials, launch_reduce
 from flash_decoding.problem import Problem
 from flash_decoding.recorded import Start
 from flash_decoding.split_plan import MIN_SHARED_MEMORY, Plan, choose_plan
@@ -34,6 +37,13 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
     )  # fmt: skip
 
 
+def find_errors(problem: Problem) -> Iterator[Exception]:
+    """What these kernels cannot do of a call that is right by itself."""
+    index = problem.q.device.index
+    # The interpreter has no shared memory to run out of.
+    yield from find_code_errors(problem, math.inf if index is None else _device_facts(index)["shared_memory"])
+
+
 def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> None:
     """Fill out and, if it is not None, lse. partial is None exactly when the plan has one split."""
     device = problem.q.device
@@ -44,6 +54,26 @@ def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, l
     launch_chunk(problem, plan, partial, out, lse)
     if partial is not None:
         launch_reduce(problem, plan, partial, out, lse)
+
+
+def decode_state(problem: Problem, plan: Plan, partial: Partial | None, state: Partial) -> None:
+    """decode() that leaves the softmax over all keys unfinished: fill state, [B, Hq, Lq(, Dv)]."""
+    with _current(problem.q.device):
+        problem = view_words(problem)
+        launch_chunk(problem, plan, state if partial is None else partial, state.acc, None)
+        if partial is not None:
+            launch_reduce(problem, plan, partial, state.acc, state.m, l=state.l)
+
+
+def merge_partials(
+    partial: Partial, out: Tensor, lse: Tensor | None, l: Tensor | None = None, *, sinks: Tensor | None = None
+) -> None:  # fmt: skip
+    """Merge partials [S, B, Hq, Lq(, Dv)], each contiguous, into out [B, Hq, Lq, Dv] and, if it is not None, lse.
+
+    With l the result is a partial too, not finished: out becomes its acc, lse its m. They may not be parts of partial.
+    """
+    with _current(out.device):
+        launch_partials(partial, out, lse, l, sinks)
 
 
 def record(
@@ -69,9 +99,21 @@ def record(
     ):
         return None
     try:
-        return start_again([Launch(*call, tensors) for call in started])
+        start = start_again([Launch(*call, tensors) for call in started])
     except ValueError:
         return None
+    # Scales that view_words() took for words of 32 bits; later ones may lie where no such word may.
+    words = [i for i, x in enumerate(tensors) if x.dtype == torch.int32 and (x is p.k_scale or x is p.v_scale)]
+    if not words:
+        return start
+    return lambda addresses, stream, owners: (
+        not any(addresses[i] & 3 for i in words) and start(addresses, stream, owners)
+    )
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels start on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @lru_cache(maxsize=64)

@@ -199,7 +199,7 @@ def _make_scales(
         s = stored.to(tl.float32)
         scale = tl.where(in_part, s[:, None], scale)
         if FORM.zero_point:
-            z = tl.div_rn(-low, s).to(tl.float16)
+            z = tl.minimum(tl.div_rn(-low, s), 15.0).to(tl.float16)
             tl.store(at + part * step + 1, z, mask=in_row)
             zero = tl.where(in_part, z.to(tl.float32)[:, None], zero)
     return scale, zero
@@ -270,7 +270,7 @@ def append(call: "Append") -> None:
     cos, sin, table = a.rotary_cos, a.rotary_sin, a.block_table
     key = (
         variant(tensors, strides), a.k_new.dtype,
-        tuple([x if x is None else x.dtype for x in (table, a.kv_lens, a.new_lens, cos, a.q)]),
+        tuple([x if x is None else x.dtype for x in (table, a.kv_lens, a.new_lens, cos, a.q, k_scale[0], v_scale[0])]),
         any(x is not None and max(x.stride()) >= 2**31 for x in (table, cos, sin)),
     )  # fmt: skip
     launch(

@@ -12,6 +12,8 @@ Dense and paged caches differ in locate_rows() alone, score options in transform
 row in sees(). An argument that is None is off and costs nothing: it is compiled away.
 """
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -28,6 +30,7 @@ from flash_decoding.backends.triton.codes import (
     locate_scales,
     multiply_keys,
     scale_queries,
+    scales_by_key,
     weigh_values,
     widen,
     words_of,
@@ -47,6 +50,9 @@ from flash_decoding.backends.triton.tile_io import (
 from flash_decoding.problem import Problem
 from flash_decoding.split_plan import Plan
 from flash_decoding.workspace import Partial
+
+# Bytes that a program needs for keys wider than 256 whose 4-bit codes have several scales in a part.
+_WIDE_GROUPS_MEMORY = 144 * 1024
 
 
 @triton.jit(
@@ -124,9 +130,9 @@ def _chunk_kernel(
         tree_mask_ptr += b * tree_step_b
     IS_PAGED: tl.constexpr = block_table_ptr is not None
     if k_scale_ptr is not None:
-        k_scale_ptr = locate_scales(k_scale_ptr, k_scale_stride, b, h_kv, D, K_FORM, IS_PAGED)
+        k_scale_ptr = locate_scales(k_scale_ptr, k_scale_stride, b, h_kv, K_FORM, IS_PAGED)
     if v_scale_ptr is not None:
-        v_scale_ptr = locate_scales(v_scale_ptr, v_scale_stride, b, h_kv, DV, V_FORM, IS_PAGED)
+        v_scale_ptr = locate_scales(v_scale_ptr, v_scale_stride, b, h_kv, V_FORM, IS_PAGED)
     q_sums = ()
     if K_FORM is not None:
         q, scale, q_sums = scale_queries(q, scale, k_scale_ptr, D, BLOCK_D, REST_D, K_FORM)
@@ -288,12 +294,27 @@ def view_words(problem: Problem) -> Problem:
         codes, scale = getattr(p, name), getattr(p, f"{name}_scale")
         if form is not None and codes.dtype != torch.int16:
             width = p.head_dim if name == "k" else p.value_dim
-            if not _fits(codes, 2):
-                raise ValueError(f"{name} must have codes at even addresses and strides on a GPU, got {codes.stride()}")
             words[name] = codes.view(torch.int16)
             if has_pairs(width, form) and _fits(scale, 2):
                 words[f"{name}_scale"] = scale.view(torch.int32)
     return p._replace(**words)
+
+
+def find_code_errors(problem: Problem, shared_memory: float) -> Iterator[Exception]:
+    """Quantised caches that view_words() or a program cannot take."""
+    p = problem
+    sides = (("k", p.k, p.kv_format.k, p.head_dim), ("v", p.v, p.kv_format.v, p.value_dim)) if p.kv_format else ()
+    for name, codes, form, width in sides:
+        if form is None:
+            continue
+        if not _fits(codes, 2):
+            where = "an odd one" if codes.data_ptr() % 2 else f"strides {list(codes.stride())}"
+            yield ValueError(f"{name} must have codes at an even address and with even strides on a GPU, got {where}")
+        if scales_by_key(form, width) == math.inf and width > 256 and shared_memory < _WIDE_GROUPS_MEMORY:
+            yield ValueError(
+                f"{name} must have groups of at least {width // 4} elements, or be at most 256 wide, on a GPU with "
+                f"{shared_memory} bytes of shared memory per program, got groups of {form.group} and {width}"
+            )
 
 
 def _fits(x: Tensor, count: int) -> bool:
@@ -302,8 +323,10 @@ def _fits(x: Tensor, count: int) -> bool:
 
 
 def _row_strides(scale: Tensor | None) -> tuple[int, ...]:
-    """Strides of [B, Hkv, N] of scales per token or group."""
-    return (0, 0, 0) if scale is None or scale.ndim < 3 else scale.stride()[:3]
+    """Strides of [B, Hkv, N] of scales per token or group, and of [Hkv] of those per channel."""
+    if scale is None or scale.ndim < 2:
+        return 0, 0, 0
+    return (0, scale.stride(0), 0) if scale.ndim == 2 else scale.stride()[:3]
 
 
 @lru_cache(maxsize=64)

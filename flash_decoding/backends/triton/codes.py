@@ -30,6 +30,9 @@ _QUERY_EXPONENT = tl.constexpr(14)
 _SUM_COLUMNS = tl.constexpr(8)
 # The unit of acc before any scale was seen; a normal number, so that dividing by it is safe.
 LEAST_SCALE = tl.constexpr(2.0**-126)
+# The unit is this much smaller than the largest scale, so that float16 holds weights of keys whose scales are far below
+# it: up to 2^15 fits.
+_UNIT_FACTOR = tl.constexpr(2.0**-15)
 
 
 @triton.constexpr_function
@@ -194,14 +197,10 @@ def load_queries(
 
 
 @triton.jit
-def locate_scales(
-    ptr, stride, b, h_kv, WIDTH: tl.constexpr, FORM: tl.constexpr, IS_PAGED: tl.constexpr
-):  # fmt: skip
+def locate_scales(ptr, stride, b, h_kv, FORM: tl.constexpr, IS_PAGED: tl.constexpr):
     """Where the scales of a head begin, or those of its sequence."""
     if FORM.scale == "head":
         ptr += h_kv
-    elif FORM.scale == "channel":
-        ptr += h_kv * WIDTH
     elif FORM.scale != "tensor":
         ptr += h_kv.to(tl.int64) * stride[1]
         if not IS_PAGED:
@@ -305,7 +304,7 @@ def _groups_to_sum(WIDTH, FORM):
 def weigh_values(acc, unit, alpha, p, v, scales, in_n, WIDTH: tl.constexpr, FORM: tl.constexpr):
     """(acc * alpha + p v, its unit), with the scales that differ by key; v are parts, acc as zero_acc() has it.
 
-    Weights times scales might leave the range of float16: acc is in units of the largest scale seen so far.
+    Weights times scales might leave the range of float16: acc is in a unit that follows the largest scale seen so far.
     """
     if _is_scaled_by_element(WIDTH, FORM):
         v = _scale_elements(v, scales, in_n, WIDTH, v[0].shape[1], FORM)
@@ -317,7 +316,7 @@ def weigh_values(acc, unit, alpha, p, v, scales, in_n, WIDTH: tl.constexpr, FORM
         largest = tl.abs(by_group[0])
         for g in tl.static_range(1, GROUPS):
             largest = tl.maximum(largest, tl.abs(by_group[g]))
-        new_unit = tl.maximum(unit, tl.max(largest, 0))
+        new_unit = tl.maximum(unit, tl.max(largest, 0) * _UNIT_FACTOR)
         alpha, unit = alpha * (unit / new_unit), new_unit
         weights = ()
         for g in tl.static_range(GROUPS):

@@ -11,6 +11,7 @@ What is merged besides the splits of one call:
 - splits of a prefix that the whole batch shares. They lie behind the batch's own in the same arrays, their rows in
   another order: [shared_splits, groups, Hq, shared_len], where the groups hold the tokens of all sequences end to end.
   Tokens that are not there, of sequences without keys or past q_lens, do not see the prefix either.
+- partials of several calls, [B, Hq, Lq] each: splits that lie further apart. With l_out_ptr the result is one more.
 - finished states, where l_ptr is None: acc is their out, of any type, m their lse in its own base, and l is 1. A
   program has whole rows then, and stores when it has read them, so out and lse may take the place of a state.
 """
@@ -52,7 +53,7 @@ class SharedSplits(NamedTuple):
         "shared_len",
     ],
     do_not_specialize_on_alignment=[
-        "m_ptr", "l_ptr", "lse_ptr", "sinks_ptr", "kv_lens_ptr", "kv_start_ptr", "q_lens_ptr",
+        "m_ptr", "l_ptr", "lse_ptr", "l_out_ptr", "sinks_ptr", "kv_lens_ptr", "kv_start_ptr", "q_lens_ptr",
     ],
 )  # fmt: skip
 def _reduce_kernel(
@@ -60,6 +61,7 @@ def _reduce_kernel(
                             # states, acc of any type
     out_ptr, out_stride,  # [B, Hq, Lq, Dv]; strides without the last, contiguous axis
     lse_ptr,  # [B, Hq, Lq] float32; None: not wanted
+    l_out_ptr,  # likewise; not None: the result stays unfinished, out is its acc and lse its m
     sinks_ptr,  # [Hq] float32; None: off
     kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window,  # which keys are seen; None where nobody needs to know
     B, Hq, rows, num_splits, at_once,
@@ -99,10 +101,13 @@ def _reduce_kernel(
             False, DV, BLOCK_S,
         )  # fmt: skip
 
-    sink = None
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h_q)
-    norm, lse = finish_softmax(m, l, sink)
+    if l_out_ptr is None:
+        sink = None
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + h_q)
+        norm, lse = finish_softmax(m, l, sink)
+    else:
+        norm, lse = 1.0, m
     if l_ptr is None:
         lse = m + tl.log2(l) / UNIT  # -inf where l is 0; a lone state's comes out as it was
         tl.debug_barrier()  # no warp writes in place what another has yet to read
@@ -110,6 +115,8 @@ def _reduce_kernel(
     if lse_ptr is not None:
         if tl.program_id(1) == 0:
             tl.store(lse_ptr + row, lse)
+            if l_out_ptr is not None:
+                tl.store(l_out_ptr + row, l)
 
 
 @triton.jit
@@ -155,9 +162,13 @@ def block_of_splits(num_splits: int, split_size: int | None = None) -> tuple[int
 
 
 def launch_reduce(
-    problem: Problem, plan: Plan, partial: Partial, out: Tensor, lse: Tensor | None, shared: SharedSplits | None = None
-) -> None:
-    """Merge partial into out and, if it is not None, lse; nothing is allocated or chosen here."""
+    problem: Problem, plan: Plan, partial: Partial, out: Tensor, lse: Tensor | None, shared: SharedSplits | None = None,
+    l: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Merge partial into out and, if it is not None, lse; nothing is allocated or chosen here.
+
+    With l the result stays unfinished: out becomes its acc and lse its m.
+    """
     p, stride = problem, out.stride()[:3]
     rows, ragged = p.batch * p.heads_q * p.q_len, plan.at_once is not None
     block_dv = min(WIDE_SLICE if ragged and rows >= MANY_ROWS else SLICE, next_power_of_2(p.value_dim))
@@ -175,18 +186,45 @@ def launch_reduce(
     launch(
         _reduce_kernel,
         (
-            variant((out,), (stride,)), out.dtype, lse is None, p.sinks is None, window is None, shared is None,
+            variant((out,), (stride,)), out.dtype, lse is None, l is None, p.sinks is None, window is None,
+            shared is None,
             *[x if x is None else x.dtype for x in lens],
         ),
         (rows, -(-p.value_dim // block_dv)),
         (
-            partial.acc, partial.m, partial.l, out, stride, lse, p.sinks, *lens, p.kv_len, window,
+            partial.acc, partial.m, partial.l, out, stride, lse, l, p.sinks, *lens, p.kv_len, window,
             p.batch, p.heads_q, rows, plan.num_splits, plan.at_once, None, *more,
         ),
         (
             *((p.group, p.q_len, plan.tile.block_m) if ragged else (1, p.q_len, 1)),
             plan.split_size is not None, None, p.value_dim, block_s, block_dv,
         ),
+        (num_warps, 1),
+    )  # fmt: skip
+
+
+def launch_partials(partial: Partial, out: Tensor, lse: Tensor | None, l: Tensor | None, sinks: Tensor | None) -> None:
+    """Merge partials [S, B, Hq, Lq(, Dv)], each contiguous, into out [B, Hq, Lq, Dv] and, if it is not None, lse.
+
+    With l the result stays unfinished: out becomes its acc, lse its m. They may not be parts of partial.
+    """
+    count, batch, heads_q, q_len, width = partial.acc.shape
+    rows, stride = batch * heads_q * q_len, out.stride()[:3]
+    steps = partial.acc.stride(0), partial.m.stride(0)
+    block_dv = min(WIDE_SLICE if rows >= MANY_ROWS else SLICE, next_power_of_2(width))
+    block_s, num_warps = block_of_splits(count)
+    launch(
+        _reduce_kernel,
+        (
+            variant((partial.acc, out), (stride,)), out.dtype, lse is None, l is None, sinks is None,
+            variant((), (steps,)),
+        ),
+        (rows, -(-width // block_dv)),
+        (
+            *partial, out, stride, lse, l, sinks, None, None, None, 0, None, batch, heads_q, steps[1], count, None,
+            steps[0], None, None, None, None,
+        ),
+        (1, q_len, 1, True, None, width, block_s, block_dv),
         (num_warps, 1),
     )  # fmt: skip
 
@@ -220,8 +258,8 @@ def launch_merge(
         ),
         (rows, 1),
         (
-            outs, lses, None, out, stride, lse, None, None, None, None, 0, None, rows, 1, steps[1], count, None, step,
-            None, None, None, None,
+            outs, lses, None, out, stride, lse, None, None, None, None, None, 0, None, rows, 1, steps[1], count, None,
+            step, None, None, None, None,
         ),
         (1, 1, 1, True, natural, width, block_s, block_dv),
         (num_warps, 1),
