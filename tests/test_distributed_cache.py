@@ -125,4 +125,5 @@ def test_a_sharded_cache_is_one_cache(ranks):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_cache_sharded_over_two_gpus_is_one_cache():
-    assert_all_pass(run_ranks(2, run_checks, CHECKS, device="cuda", seconds=300, group_seconds=60))
+    checks = {name: CHECKS[name] for name in ("tokens", "pages", "full")}
+    assert_all_pass(run_ranks(2, run_checks, checks, device="cuda", seconds=100, group_seconds=60))

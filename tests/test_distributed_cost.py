@@ -34,7 +34,7 @@ def run(*arguments):
 
 
 def test_bytes_of_both_ways():
-    state = 32 * 129 * 4  # out and lse of 32 rows, in float32
+    state = 32 * 130 * 4  # acc, m and l of 32 rows, in float32
     assert received_bytes("all_gather", "replicated", 4, 32, 128, 2) == [3 * state]
     assert received_bytes("reduce_scatter", "heads", 4, 32, 128, 2) == [3 * state // 4]
     assert received_bytes("reduce_scatter", "replicated", 4, 32, 128, 2) == [3 * state // 4, 3 * 32 * 128 * 2 // 4]

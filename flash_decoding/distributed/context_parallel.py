@@ -1,9 +1,9 @@
-"""context_parallel_decode(): every rank decodes its shard of the cache, and the states are merged by log-sum-exp.
+"""context_parallel_decode(): every rank decodes its shard of the cache, and the states are merged.
 
-A state is out in float32 and its lse, one behind the other in one message, written there by the kernels themselves. An
-all-gather brings the states of all ranks to each, where they lie as merge_states() wants them, and one kernel merges
-them. Or an all-to-all brings to each rank the states of its heads (a reduce-scatter whose sum is the merge); a
-replicated output is gathered then.
+A state is an unfinished softmax: acc, m and l in float32, one behind the other in one message, written there by the
+kernels themselves. So a rank is one split more, and what merges splits merges ranks, as exactly. An all-gather brings
+the states of all ranks to each, where one kernel merges them. Or an all-to-all brings to each rank the states of its
+heads (a reduce-scatter whose sum is the merge); a replicated output is gathered then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_decoding.distributed.agreement import Members, find_members
 from flash_decoding.distributed.cost import choose_way
-from flash_decoding.distributed.local import State, decode_shard
+from flash_decoding.distributed.local import decode_shard, find_backend
 from flash_decoding.distributed.request import (
     Request,
     capacity_of,
@@ -40,8 +40,8 @@ from flash_decoding.distributed.sharding import (
     parse_shard,
     place_shard,
 )
-from flash_decoding.merge import merge_states
 from flash_decoding.op import is_traced
+from flash_decoding.workspace import Partial
 
 # Floats: states begin at multiples of 64 bytes, so that the merge reads them in vectors.
 _MESSAGE_STEP = 16
@@ -206,14 +206,15 @@ class _Session:
         own = _cut(buffers.own, (), self.batch, self.heads_q, self.q_len, self.value_dim)
         decode_shard(request, calls, own)
         if self.members.ranks == 1:
-            return PendingDecode(lambda: self._finish(request, State(own.out[None], own.lse[None]), out, lse))
+            alone = Partial(*[x[None] for x in own])
+            return PendingDecode(lambda: self._finish(request, alone, out, lse))
         if self.way == "all_gather":
             work = _all_gather(buffers.received.view(-1), buffers.own, group=self.members.group, async_op=async_op)
         else:
             shape = self.batch, self.heads_q // self.members.ranks, self.q_len, self.value_dim
             send = _cut(buffers.send, (self.members.ranks,), *shape)
-            send.out.copy_(own.out.unflatten(1, (self.members.ranks, -1)).transpose(0, 1))
-            send.lse.copy_(own.lse.unflatten(1, (self.members.ranks, -1)).transpose(0, 1))
+            for x, y in zip(send, own, strict=True):
+                x.copy_(y.unflatten(1, (self.members.ranks, -1)).transpose(0, 1))
             work = _all_to_all(
                 buffers.received.view(-1), buffers.send.view(-1), group=self.members.group, async_op=async_op
             )  # fmt: skip
@@ -226,7 +227,7 @@ class _Session:
                     buffers.received, (self.members.ranks,), self.batch, self.heads_q, self.q_len, self.value_dim
                 )
                 heads = slice(self.first_out, self.first_out + self.heads_out)
-                return self._finish(request, State(states.out[:, :, heads], states.lse[:, :, heads]), out, lse)
+                return self._finish(request, Partial(*[x[:, :, heads] for x in states]), out, lse)
             states = _cut(buffers.received, (self.members.ranks,), *shape)
             if request.output == "heads":
                 return self._finish(request, states, out, lse)
@@ -234,38 +235,39 @@ class _Session:
 
         return PendingDecode(finish)
 
-    def _finish(self, request: Request, states: State, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def _finish(
+        self, request: Request, states: Partial, out: Tensor, lse: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Merge states of the heads that this rank keeps into the result."""
         self._merge(request, states, self.first_out, out.transpose(1, 2) if request.layout == "bnhd" else out, lse)
         return _result(request, out, lse)
 
-    def _merge(self, request: Request, states: State, first_head: int, out: Tensor, lse: Tensor) -> None:
-        """Merge states into out and lse; a sink joins the denominator here, as one more state whose out is 0."""
-        if request.sinks is None:
-            merge_states(states.out, states.lse, out=out, lse=lse)
-            return
-        merged, _ = merge_states(states.out, states.lse, lse=lse)
-        sink = request.sinks[first_head : first_head + lse.shape[1], None].expand(lse.shape).contiguous()
-        merge_states([merged, torch.zeros_like(merged)], [lse, sink], out=out)
+    def _merge(self, request: Request, states: Partial, first_head: int, out: Tensor, lse: Tensor | None) -> None:
+        """Merge states into out and lse; a sink joins the denominator here."""
+        sinks = None if request.sinks is None else request.sinks[first_head : first_head + out.shape[1]]
+        if not states.acc[0].is_contiguous():  # some heads of all
+            states = Partial(*[x.contiguous() for x in states])
+        find_backend(request).merge_partials(states, out, lse, sinks=sinks)
 
     def _gather_heads(
-        self, request: Request, states: State, out: Tensor, lse: Tensor
+        self, request: Request, states: Partial, out: Tensor, lse: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Merge this rank's heads, and bring those of all ranks to each; the lse travels along where it is wanted."""
         ranks, heads = self.members.ranks, self.heads_q // self.members.ranks
         sizes = self.batch, heads, self.q_len, self.value_dim
-        with_lse = request.return_lse or request.lse is not None
-        dtype = torch.float32 if with_lse else self.dtype
+        dtype = self.dtype if lse is None else torch.float32
         floats = math.prod(sizes)
-        message = torch.empty(floats + math.prod(sizes[:3]) * with_lse, dtype=dtype, device=self.device)
-        part = message[floats:].view(sizes[:3]) if with_lse else self._make_floats(*sizes[:3])
+        message = torch.empty(
+            floats + math.prod(sizes[:3]) * (lse is not None), dtype=dtype, device=self.device
+        )  # fmt: skip
+        part = None if lse is None else message[floats:].view(sizes[:3])
         self._merge(request, states, self.members.rank * heads, message[:floats].view(sizes), part)
         gathered = torch.empty((ranks, message.numel()), dtype=dtype, device=self.device)
         _all_gather(gathered.view(-1), message, group=self.members.group)
         view = out.transpose(1, 2) if request.layout == "bnhd" else out
         whole = gathered[:, :floats].view(ranks, *sizes).transpose(0, 1)  # [B, ranks, heads, Lq, Dv]
         view.unflatten(1, (ranks, heads)).copy_(whole)
-        if with_lse:
+        if lse is not None:
             lse.unflatten(1, (ranks, heads)).copy_(gathered[:, floats:].view(ranks, *sizes[:3]).transpose(0, 1))
         return _result(request, out, lse)
 
@@ -300,14 +302,14 @@ class _Session:
             )
         return torch.full((self.batch,), total, dtype=torch.int32, device=self.device)
 
-    def _make_outputs(self, request: Request) -> tuple[Tensor, Tensor]:
-        """out in the layout of the call, and lse, which the merge always writes."""
+    def _make_outputs(self, request: Request) -> tuple[Tensor, Tensor | None]:
+        """out in the layout of the call, and lse where it is wanted."""
         shape, lse = (self.batch, self.heads_out, self.q_len), request.lse
         out = request.out
         if out is None:
             middle = shape[1:] if request.layout == "bhnd" else shape[:0:-1]
             out = torch.empty((self.batch, *middle, self.value_dim), dtype=self.dtype, device=self.device)
-        if lse is None:
+        if lse is None and request.return_lse:
             lse = torch.empty(shape, dtype=torch.float32, device=self.device)
         return out, lse
 
@@ -335,18 +337,16 @@ class _Session:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
 
-def _result(request: Request, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    return (out, lse) if request.return_lse else out
+def _result(request: Request, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    return (out, lse) if request.return_lse and lse is not None else out
 
 
 def _message_floats(rows: int, value_dim: int) -> int:
-    return -(-rows * (value_dim + 1) // _MESSAGE_STEP) * _MESSAGE_STEP
+    return -(-rows * (value_dim + 2) // _MESSAGE_STEP) * _MESSAGE_STEP
 
 
-def _cut(message: Tensor, lead: tuple[int, ...], batch: int, heads: int, q_len: int, value_dim: int) -> State:
+def _cut(message: Tensor, lead: tuple[int, ...], batch: int, heads: int, q_len: int, value_dim: int) -> Partial:
     """The state, or states [*lead], in a message."""
-    rows = batch * heads * q_len
-    return State(
-        message[..., : rows * value_dim].view(*lead, batch, heads, q_len, value_dim),
-        message[..., rows * value_dim : rows * (value_dim + 1)].view(*lead, batch, heads, q_len),
-    )
+    rows, shape = batch * heads * q_len, (*lead, batch, heads, q_len)
+    acc, m, l, _ = message.tensor_split([rows * (value_dim + i) for i in range(3)], dim=-1)
+    return Partial(acc.view(*shape, value_dim), m.view(shape), l.view(shape))

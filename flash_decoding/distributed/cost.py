@@ -13,7 +13,7 @@ from importlib import resources
 
 from flash_decoding.cost_model import REDUCE_US
 
-STATE_BYTES = 4  # states travel in float32: out in 16 bits would be rounded once per rank and once more when merged
+STATE_BYTES = 4  # states travel in float32: in 16 bits they would be rounded once per rank and once more when merged
 WAYS = ("all_gather", "reduce_scatter")
 GPUS_PER_HOST = 8
 # NCCL's overhead of every step of a ring that leaves the host, on hosts with AMD's CPUs; same source as the links.
@@ -64,6 +64,11 @@ def find_network(link: str | None = None, compute_capability: str | None = None,
     return Network(inside, links["ndr"], gpus_per_host)
 
 
+def state_bytes(rows: int, value_dim: int) -> int:
+    """Bytes of an unfinished softmax: acc, m and l of so many rows."""
+    return rows * (value_dim + 2) * STATE_BYTES
+
+
 def received_bytes(way: str, output: str, ranks: int, rows: int, value_dim: int, itemsize: int) -> list[int]:
     """Bytes that a rank receives in each collective of a call.
 
@@ -73,7 +78,7 @@ def received_bytes(way: str, output: str, ranks: int, rows: int, value_dim: int,
         rows: query rows in all, B * Hq * Lq.
         itemsize: bytes per element of the finished output.
     """
-    state = rows * (value_dim + 1) * STATE_BYTES
+    state = state_bytes(rows, value_dim)
     if way == "all_gather":
         return [(ranks - 1) * state]
     scattered = [(ranks - 1) * state // ranks]
@@ -160,7 +165,7 @@ def predict_ranks(
     if ranks == 1:
         return RankPrediction(1, keys, decode_us, "none", 0.0, 0.0)
     way = choose_way("replicated", ranks, heads_q, rows, value_dim, itemsize, network)
-    states = ranks * rows * (value_dim + 1) * STATE_BYTES // (ranks if way == "reduce_scatter" else 1)
+    states = ranks * state_bytes(rows, value_dim) // (ranks if way == "reduce_scatter" else 1)
     return RankPrediction(
         ranks, keys, decode_us, way,
         communication_us(way, "replicated", ranks, rows, value_dim, itemsize, network),

@@ -20,6 +20,7 @@ from flash_decoding.distributed.sharding import (
 )
 from flash_decoding.problem import Call, find_errors, has_codes, sides_of
 from flash_decoding.quantization import element_width
+from flash_decoding.workspace import Workspace
 
 OUTPUTS = ("replicated", "heads")
 WAYS = ("auto", "all_gather", "reduce_scatter")
@@ -154,6 +155,8 @@ def find_refusals(members: Members, request: Request) -> Iterator[Exception]:
     yield from reasons
     if reasons:
         return
+    if request.workspace is not None and not isinstance(request.workspace, Workspace):
+        yield TypeError(f"workspace must be a Workspace or None, got {type(request.workspace).__name__}")
     yield from backends.find_backend_errors(request.backend, q.device, q.dtype if has_codes(call) else None)
     yield from find_device_errors(members, q.device)
     for name, x in arrays_of(shard).items():

@@ -3,7 +3,7 @@
 Positions grow along a shard, so the keys below any position are the first ones of the shard, and count() says how many.
 Lengths, starts and windows become lengths and starts of the shard; what differs between query tokens becomes a tree
 mask over the last keys; ALiBi's distance is a multiple of the distance within the shard plus a number per query token,
-which moves only its log-sum-exp. So the kernels know nothing of shards. docs/distributed.md derives it.
+which moves only its maximum. So the kernels know nothing of shards. docs/distributed.md derives it.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class LocalCall(NamedTuple):
 
     Attributes:
         options: what takes the place of the options of the whole.
-        distance: [B, Lq]; slope times it is to be taken from the lse. None: nothing is.
+        distance: [B, Lq]; slope times it is to be taken from the maximum. None: nothing is.
         by_token: whether every query token is a sequence of its own; the lengths in options are [B * Lq] then.
     """
 
