@@ -22,7 +22,7 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=describe)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=describe)  # float16 is compiled as bfloat16 is
 @pytest.mark.parametrize(
     ("group", "head_dim", "value_dim"),
     [
@@ -125,8 +125,8 @@ def test_codes_fit_and_keep_their_pipeline(name, arch):
 
 @pytest.mark.parametrize("skip_empty", [False, True])
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("num_splits", [2, 16, 64, 1000])
-@pytest.mark.parametrize("value_dim", [16, 64, 80, 256])
+@pytest.mark.parametrize("num_splits", [2, 16, 1000])
+@pytest.mark.parametrize("value_dim", [16, 80, 256])
 def test_reduce_kernel_fits_and_does_not_spill(value_dim, num_splits, arch, skip_empty):
     block_s, warps = block_of_splits(num_splits, 100 if skip_empty else None)
     built = compile_reduce(torch.float16, value_dim, block_s, warps, arch, skip_empty=skip_empty)
