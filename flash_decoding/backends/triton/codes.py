@@ -235,9 +235,15 @@ def scale_queries(
     scale *= ((exponent - _QUERY_EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
     narrow, sums = (), ()
     for i in tl.static_range(len(q)):
-        narrow = narrow + ((wide[i] * (factor * _query_factor(i % PARTS, WIDTH, FORM))[:, None]).to(tl.float16),)
+        x = wide[i] * (factor * _query_factor(i % PARTS, WIDTH, FORM))[:, None]
+        narrow = narrow + (x.to(tl.float16),)
+    if FORM.scale == "channel":
+        # A query times a scale has more bits than one float16: what it lacks is as many parts more.
+        for i in tl.static_range(len(q)):
+            x = wide[i] * (factor * _query_factor(i % PARTS, WIDTH, FORM))[:, None]
+            narrow = narrow + ((x - narrow[i].to(tl.float32)).to(tl.float16),)
     if _has_zeros(WIDTH, FORM):
-        PER_GROUP: tl.constexpr = len(q) // _groups_to_sum(WIDTH, FORM)
+        PER_GROUP: tl.constexpr = len(narrow) // _groups_to_sum(WIDTH, FORM)
         for g in tl.static_range(_groups_to_sum(WIDTH, FORM)):
             total = tl.zeros([q[0].shape[0]], tl.float32)
             for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
@@ -263,6 +269,8 @@ def multiply_keys(q, q_sums, k, scales, in_n, WIDTH: tl.constexpr, BLOCK_D: tl.c
             product = matmul(q[g * PER_GROUP], tl.trans(k[g * PER_GROUP]))
         for i in tl.static_range(1, PER_GROUP):
             product = add_product(product, q[g * PER_GROUP + i], tl.trans(k[g * PER_GROUP + i]))
+        for i in tl.static_range(len(k), len(q)):  # what queries times scales per channel lack
+            product = add_product(product, q[i], tl.trans(k[i - len(k)]))
         if _is_scaled_by_key(WIDTH, FORM):
             if FORM.zero_point:
                 product -= q_sums[g][:, None] * zeros[g][None, :]
