@@ -401,7 +401,7 @@ def _make_scale(
     name: str, form: CodeFormat, scale: Tensor | float | None, codes: Tensor, width: int, layout: str
 ) -> Tensor | None:  # fmt: skip
     """The scales of one side, as append_kv() takes them."""
-    if form.scale in ("token", "group"):
+    if form.is_by_token:
         if scale is not None:
             raise ValueError(f"{name} must be None for scales per {form.scale}, which append() makes, got one")
         heads, length = (1, 2) if layout == "bhnd" else (2, 1)

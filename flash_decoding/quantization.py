@@ -102,6 +102,11 @@ class CodeFormat:
         return CODE_DTYPES[self.codes][0]
 
     @property
+    def is_by_token(self) -> bool:
+        """Whether every token has scales of its own, which are made with it."""
+        return self.scale in ("token", "group")
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         return torch.float16 if self.scale == "group" else torch.float32
 

@@ -134,8 +134,8 @@ def choose_tile(
         paged: whether rows are found through a block table.
         ragged: whether the batch is cut into pieces, which want to be many and small.
         parts: quantised elements in each of the 16-bit words that head_dim and value_dim then count.
-        scales: how many scales a key has in a word's part, of which all its elements may share one: 0 where none are
-            by key, 1 per token, the groups of 4-bit codes, and infinity where elements of a part differ.
+        scales: how many of its own multiply the scores or weights of a key: 0 where none are by key, 1 per token, the
+            groups of 4-bit codes, and infinity where they multiply elements.
     """
     block_d, rest_d, block_dv = max(next_power_of_2(head_dim), 16), 0, max(next_power_of_2(value_dim), 16)
     if head_dim > 256 and block_d != head_dim:

@@ -89,12 +89,11 @@ def compile_reduce(
         "out_stride": ("i32", "i32", "i32"), "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "kv_lens_ptr": lens,
         "q_lens_ptr": lens, "kv_start_ptr": "*i32" if ragged else "constexpr",
         **dict.fromkeys(("kv_len", "B", "Hq", "rows", "num_splits"), "i32"),
-        **dict.fromkeys(("at_once",), "i32" if ragged else "constexpr"),
         **dict.fromkeys(("shared_at", "shared_splits", "shared_rows", "shared_len"), "i32" if shared else "constexpr"),
     }  # fmt: skip
     constants = {
-        "G": 4, "Lq": 1, "BLOCK_M": 16, "SKIP_EMPTY": skip_empty, "DV": value_dim, "BLOCK_S": block_s,
-        "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)),
+        "G": 4, "Lq": 1, "BLOCK_M": 16, "IN_PIECES": ragged, "SKIP_EMPTY": skip_empty, "DV": value_dim,
+        "BLOCK_S": block_s, "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)),
     }  # fmt: skip
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
 

@@ -105,6 +105,16 @@ def decode_and_check(target, q, k, v, *, atol=None, plan=None, **options):
     return out, lse
 
 
+def assert_refused(result, *words: str, after: int = 0) -> None:
+    """Exit code 2, and one sentence on stderr that holds the words, after so many lines of progress."""
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == after + 1, result.stderr
+    assert lines[-1].startswith("flash-decoding: ")
+    for word in words:
+        assert word in lines[-1]
+
+
 def describe(x):
     """Readable test ids: dtypes without their prefix, dicts and tuples short."""
     if isinstance(x, torch.dtype):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -166,15 +167,6 @@ def test_the_text_that_ships_is_whole():
 
 def run(*arguments: object):
     return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["accuracy", *[str(x) for x in arguments]])
-
-
-def assert_refused(result, *words: str, after: int = 0) -> None:
-    assert result.exit_code == 2
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == after + 1, result.stderr
-    assert lines[-1].startswith("flash-decoding: ")
-    for word in words:
-        assert word in lines[-1]
 
 
 @pytest.fixture

@@ -44,8 +44,9 @@ class Case:
                  new=4, new_lens=None, heads_kv=3, capacity=21, index=torch.int32):  # fmt: skip
         device, batch = target.device, len(lens)
         self.target, self.layout, self.capacity, self.page_size = target, layout, capacity, page_size
-        self.k_new = torch.randn(batch, heads_kv, new, head_dim, device=device).to(dtype)
-        self.v_new = torch.randn(batch, heads_kv, new, value_dim, device=device).to(dtype)
+        # Drawn on the CPU, so that every device has the same numbers.
+        self.k_new = torch.randn(batch, heads_kv, new, head_dim).to(device, dtype)
+        self.v_new = torch.randn(batch, heads_kv, new, value_dim).to(device, dtype)
         self.lens = torch.tensor(lens, dtype=index, device=device)
         self.new_lens = None if new_lens is None else torch.tensor(new_lens, dtype=index, device=device)
         self.table, first, length = None, batch, capacity
@@ -496,13 +497,13 @@ def test_append_codes_then_decode(target, layout, kv_format):
         "k_scale": wanted.k_scale if k_scale is None else case.flip(k_scale),
         "v_scale": wanted.v_scale if v_scale is None else case.flip(v_scale),
     }  # fmt: skip
-    q = case.flip(torch.randn(2, 6, 1, 64, device=target.device, dtype=torch.float16))
+    q = case.flip(torch.randn(2, 6, 1, 64).to(target.device, torch.float16))
     caches = case.flip(k_codes), case.flip(v_codes)
     got = flash_decode(q, *caches, backend=target.backend, **options)
     assert max_error(got, reference(q, *caches, **options)) < LOOSE[torch.float16]
     plain = {name: options[name] for name in ("layout", "kv_lens", "block_table")}
     # The codes are those of these keys and values: a cache that is not quantised decodes to nearly the same.
-    assert max_error(got, reference(q, *(case.flip(x.nan_to_num(nan=0.0)) for x in (k, v)), **plain)) < 0.25
+    assert max_error(got, reference(q, *(case.flip(x.nan_to_num(nan=0.0)) for x in (k, v)), **plain)) < 0.15
 
 
 @pytest.mark.compiles

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -39,16 +40,6 @@ LAYERS = 3
 
 def run(*arguments: object):
     return CliRunner().invoke(app, [str(x) for x in arguments])
-
-
-def assert_refused(result, *words: str, after: int = 0) -> None:
-    """Exit code 2, and one sentence on stderr that holds the words, after so many lines of progress."""
-    assert result.exit_code == 2
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == after + 1, result.stderr
-    assert lines[-1].startswith("flash-decoding: ")
-    for word in words:
-        assert word in lines[-1]
 
 
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

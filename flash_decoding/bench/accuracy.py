@@ -103,7 +103,7 @@ def measure(
     names: list[str | None] = [None, *formats]
     count = tokens.shape[0] - 1
     # All that stays is allocated beforehand: pieces of it between the logits of two calls would keep the heap from
-    # using the logits' memory again, which cost 8 GB.
+    # using the logits' memory again.
     caches = {name: Cache(model.config, name, exact_prompt=False, reserve=count) for name in names}
     figures = {name: _Figures(*torch.zeros(3, count, dtype=torch.float64, device=tokens.device)) for name in names}
     argument = cache_argument(model)

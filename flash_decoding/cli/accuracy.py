@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flash_decoding.cli import fail
-from flash_decoding.cli.common import DTYPE_HELP, find_device, require_drawable, require_writable, warn_unwritten
+from flash_decoding.cli.common import DTYPE_HELP, find_device, require_drawable, require_writable, show_written
 from flash_decoding.cli.generate import (
     choose_dtype,
     doing,
@@ -68,7 +69,7 @@ def accuracy(
             fail("--readme must be given with --report")
         results = _measure(model, text, tokens, kv_dtype, device, dtype)
     _print_table(results)
-    if not _write(results, json_file, plot, readme):
+    if not show_written(_write(results, json_file, plot, readme)):
         raise typer.Exit(2)
 
 
@@ -163,31 +164,22 @@ def _print_table(results: dict[str, Any]) -> None:
     console.print("± is the standard error of the mean over the tokens; KL is of the 16-bit cache's distribution.")
 
 
-def _write(results: dict[str, Any], json_file: Path | None, plot: Path | None, readme: Path | None) -> bool:
-    """Whether every file could be written."""
+def _write(
+    results: dict[str, Any], json_file: Path | None, plot: Path | None, readme: Path | None
+) -> Iterator[Path]:  # fmt: skip
+    """Write the files that are wanted, and give each that is there."""
     from flash_decoding.bench.accuracy import accuracy_figure, dump, update_document
     from flash_decoding.bench.document import fingerprint
     from flash_decoding.bench.plots import save
 
-    written: list[Path] = []
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(dump(results), encoding="utf-8")
+        yield json_file
     pictures: list[Path] = []
-    failed = False
-    try:
-        if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(dump(results), encoding="utf-8")
-            written.append(json_file)
-        if plot is not None:
-            pictures = save(accuracy_figure(results), plot, made_from=fingerprint(results["formats"]))
-            written += pictures
-        if readme is not None:
-            update_document(readme, results, pictures[1] if pictures else None)
-            written.append(readme)
-    except OSError as error:
-        warn_unwritten(Path(), error)
-        failed = True
-    except ValueError as error:
-        fail(str(error))
-    for path in written:
-        print(f"wrote {path}")
-    return not failed
+    if plot is not None:
+        pictures = save(accuracy_figure(results), plot, made_from=fingerprint(results["formats"]))
+        yield from pictures
+    if readme is not None:
+        update_document(readme, results, pictures[1] if pictures else None)
+        yield readme

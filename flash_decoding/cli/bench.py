@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from flash_decoding.cli.common import (
     refuse,
     require_drawable,
     require_writable,
+    show_written,
     warn_unwritten,
 )
 
@@ -113,7 +114,7 @@ def bench(
     except KeyboardInterrupt:
         console.print("Stopped; the rows so far are kept.")
     _show(keeper.rows, keeper.environment, details)
-    written = _write_reports(keeper.rows, keeper.environment, markdown, plot, None)
+    written = show_written(_write_reports(keeper.rows, keeper.environment, markdown, plot, None))
     if not (written and keeper.written):
         raise typer.Exit(2)
     failed = [row for row in keeper.rows if row["impl"] == OURS and row["status"] != OK]
@@ -168,7 +169,7 @@ def _report(
     _show(shown, environment, details)
     if compare is not None:
         _compare(rows, compare)
-    if not _write_reports(shown, environment, markdown, plot, readme):
+    if not show_written(_write_reports(shown, environment, markdown, plot, readme)):
         raise typer.Exit(2)
 
 
@@ -328,31 +329,20 @@ def _show_environment(environment: dict[str, Any]) -> None:
 
 def _write_reports(
     rows: Sequence[Row], environment: dict[str, Any], markdown: Path | None, plot: Path | None, readme: Path | None
-) -> bool:
-    """Whether every file could be written."""
+) -> Iterator[Path]:
+    """Write the files that are wanted, and give each that is there."""
     from flash_decoding.bench.document import update_document
     from flash_decoding.bench.tables import to_markdown
 
-    written: list[Path] = []
-    failed = False
-    try:
-        if markdown is not None:
-            markdown.parent.mkdir(parents=True, exist_ok=True)
-            markdown.write_text(to_markdown(rows, environment))
-            written.append(markdown)
-        pictures = _draw(rows, environment, plot) if plot is not None else []
-        written += pictures
-        if readme is not None:
-            update_document(readme, rows, environment, pictures[1] if pictures else None)
-            written.append(readme)
-    except OSError as error:
-        warn_unwritten(Path(), error)
-        failed = True
-    except ValueError as error:
-        fail(str(error))
-    for path in written:
-        console.print(f"wrote {path}")
-    return not failed
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(to_markdown(rows, environment))
+        yield markdown
+    pictures = _draw(rows, environment, plot) if plot is not None else []
+    yield from pictures
+    if readme is not None:
+        update_document(readme, rows, environment, pictures[1] if pictures else None)
+        yield readme
 
 
 def _draw(rows: Sequence[Row], environment: dict[str, Any], plot: Path) -> list[Path]:

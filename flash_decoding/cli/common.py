@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -111,6 +111,22 @@ def require_drawable(path: Path | None) -> None:
 def warn_unwritten(path: Path, error: OSError, then: str = "") -> None:
     """Say on stderr that a file could not be written after all; what was measured is not lost with it."""
     print(f"flash-decoding: {error.filename or path} cannot be written ({error.strerror}){then}", file=sys.stderr)
+
+
+def show_written(paths: Iterator[Path]) -> bool:
+    """Let a generator write files, and say which it wrote; whether it could write all."""
+    written, failed = [], False
+    try:
+        for path in paths:
+            written.append(path)
+    except OSError as error:
+        warn_unwritten(Path(), error)
+        failed = True
+    except ValueError as error:
+        fail(str(error))
+    for path in written:
+        print(f"wrote {path}")
+    return not failed
 
 
 def write_json(path: Path, result: dict[str, object]) -> None:

@@ -40,7 +40,9 @@ class CachedSide:
 
     def first(self, length: int) -> CachedSide:
         """Only the first so many tokens."""
-        scale = self.scale[:, :, :length] if self.scale is not None and _has_tokens(self.form) else self.scale
+        scale = self.scale
+        if self.form is not None and scale is not None and self.form.is_by_token:
+            scale = scale[:, :, :length]
         return CachedSide(self.codes[:, :, :length], self.form, scale, self.shape[3])
 
     @classmethod
@@ -71,7 +73,7 @@ class _Side:
             dtype=x.dtype if form is None else form.dtype,
         )
         self.scale: Tensor | None = None
-        if form is not None and _has_tokens(form):
+        if form is not None and form.is_by_token:
             shape = form.scale_shape(batch, heads, 0, self.width)
             self.scale = x.new_empty(shape, dtype=form.scale_dtype)
 
@@ -86,7 +88,7 @@ class _Side:
 
     def _replace(self, make: Callable[[Tensor], Tensor]) -> None:
         self.codes = make(self.codes)
-        if self.scale is not None and _has_tokens(self.form):
+        if self.form is not None and self.scale is not None and self.form.is_by_token:
             self.scale = make(self.scale)
 
     def bytes_per_token(self, element_size: int | None) -> int:
@@ -94,7 +96,7 @@ class _Side:
         if self.form is None:
             return self.codes.shape[1] * self.width * (element_size or self.codes.element_size())
         scales = 0
-        if self.scale is not None and _has_tokens(self.form):
+        if self.scale is not None and self.form.is_by_token:
             scales = self.scale[:1, :, :1].nbytes
         return self.codes[:1, :, :1].nbytes + scales
 
@@ -102,17 +104,12 @@ class _Side:
         return CachedSide(self.codes, self.form, self.scale, self.width).first(length)
 
 
-def _has_tokens(form: CodeFormat | None) -> bool:
-    """Whether every token has scales of its own."""
-    return form is not None and form.scale in ("token", "group")
-
-
 def _headroom(form: CodeFormat) -> float:
     """How many times the largest number of the first update must fit, where one scale serves all later tokens too.
 
     fp8 is as exact 16 times below its largest number, and a first token's values may be that much smaller than later
     ones. int8 pays with a bit for every factor of 2. A channel of rotated keys turns with the position, so what a short
-    prompt shows of it is a part: of 1.5, 3 and 6, 3 was best for SmolLM2-135M and its first 64 tokens.
+    prompt shows of it is a part.
     """
     if form.codes.startswith("fp8"):
         return 16.0
@@ -144,7 +141,7 @@ class DecodeLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past, length = self._length, self._length + key_states.shape[2]
-        if past == 0 and not all(side.form is None or _has_tokens(side.form) for side in self._sides):
+        if past == 0 and not all(side.form is None or side.form.is_by_token for side in self._sides):
             self._find_shared_scales(key_states, value_states)
         self._reserve(length)
         self._append(key_states, value_states)
@@ -157,7 +154,7 @@ class DecodeLayer(DynamicLayer):
     def _find_shared_scales(self, key_states: Tensor, value_states: Tensor) -> None:
         new = quantize_kv(key_states, value_states, self._format, check=False)
         for side, scale in zip(self._sides, (new.k_scale, new.v_scale), strict=True):
-            if side.form is not None and scale is not None and not _has_tokens(side.form):
+            if side.form is not None and scale is not None and not side.form.is_by_token:
                 side.scale = scale * _headroom(side.form)
 
     def _reserve(self, length: int) -> None:

@@ -144,12 +144,12 @@ def copy(source, target, width):
 @inner
 def sum_runs(q, groups, sums):
     """The sum of the vectors of each run of a row, [runs, LANES]."""
-    x = 0
+    begin = 0
     for r in range(groups.runs):
-        total = splat(np.float32(0.0))
-        for x in range(x, run_end(groups, r)):  # noqa: B020, it goes on from x
+        end, total = run_end(groups, r), splat(np.float32(0.0))
+        for x in range(begin, end):
             total = add(total, load(q + 4 * LANES * x, FLOAT32))
-        x = run_end(groups, r)
+        begin = end
         store(sums + 4 * LANES * r, total, FLOAT32)
 
 
@@ -157,16 +157,16 @@ def sum_runs(q, groups, sums):
 def score_codes(kind, groups, q, sums, k, k_ahead, fetching, scales, width):
     """Dot products of rows of q with keys, one vector; scales: address of those of the first of the keys."""
     step = scale_bytes(groups)
-    x, scores = 0, splat(np.float32(0.0))
+    begin, scores = 0, splat(np.float32(0.0))
     for r in range(groups.runs):
-        dots = zeros_outer(q, width)
-        for x in range(x, run_end(groups, r)):  # noqa: B020, it goes on from x
+        end, dots = run_end(groups, r), zeros_outer(q, width)
+        for x in range(begin, end):
             at = LANES * (x % groups.vectors)
             if fetching and x < groups.vectors and x % vectors_per_line(kind) == 0:
                 prefetch_each(k_ahead, at)
             codes = load_codes_each(k, at, places(x // groups.vectors * 4, 0, width))
             dots = fma_outer(load_each(q, 4 * LANES * x, FLOAT32), codes, dots)
-        x = run_end(groups, r)
+        begin = end
         of_run = places(scales + 16 * r, step, width)
         dots = mul_columns(load_pair_each(of_run, 0), dots)
         dots = fma_outer(load_each(sums, 4 * LANES * r, FLOAT32), load_pair_each(of_run, 8), dots)
@@ -177,10 +177,10 @@ def score_codes(kind, groups, q, sums, k, k_ahead, fetching, scales, width):
 @inner
 def add_code_values(kind, groups, tile, p, alpha, acc_rows, listed, ahead, columns):
     """acc = alpha * acc + p v, some columns of vectors at a time; keys up to `listed` are prefetched."""
-    step, x = scale_bytes(groups), 0
+    step, begin = scale_bytes(groups), 0
     for r in range(groups.runs):
         end = run_end(groups, r)
-        for x in range(x, end, len(columns)):  # noqa: B020, it goes on from x
+        for x in range(begin, end, len(columns)):
             # Columns past the end of the run are its last one again.
             vectors = at_most(places(x, 1, columns), end - 1)
             half = divide_each(vectors, groups.vectors)
@@ -195,4 +195,4 @@ def add_code_values(kind, groups, tile, p, alpha, acc_rows, listed, ahead, colum
                 values = fma_each(codes, load_pair_each(scales, 0), load_pair_each(scales, 8))
                 acc = fma_outer(splat_each(p, 4 * n), values, acc)
             store_block(acc_rows, in_acc, acc)
-        x = end
+        begin = end

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_decoding.backends.triton.chunk import find_code_errors, launch_chunk, view_words
-from flash_decoding.backends.triton.codes import parts_of, scales_by_key
+from flash_decoding.backends.triton.chunk import find_word_errors, launch_chunk, view_words
+from flash_decoding.backends.triton.codes import parts_of, scales_per_key
 from flash_decoding.backends.triton.launch import Launch, recording, start_again
 from flash_decoding.backends.triton.reduce import launch_partials, launch_reduce
 from flash_decoding.problem import Problem
@@ -30,7 +30,7 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
     return choose_plan(
         batch=p.batch, heads_kv=p.heads_kv, group=p.group, q_len=p.q_len, kv_len=p.kv_len,
         head_dim=p.head_dim // k_parts, value_dim=p.value_dim // v_parts, parts=max(k_parts, v_parts),
-        scales=max((scales_by_key(*x) for x in zip(sides, (p.head_dim, p.value_dim), strict=False)), default=0),
+        scales=max((scales_per_key(*x) for x in zip((p.head_dim, p.value_dim), sides, strict=False)), default=0),
         element_size=p.q.element_size(), paged=p.page_size is not None,
         window=p.window, ragged=p.batch > 1 and p.kv_lens is not None, num_splits=num_splits, split_size=split_size,
         **_device_facts(p.q.device.index),
@@ -41,7 +41,7 @@ def find_errors(problem: Problem) -> Iterator[Exception]:
     """What these kernels cannot do of a call that is right by itself."""
     index = problem.q.device.index
     # The interpreter has no shared memory to run out of.
-    yield from find_code_errors(problem, math.inf if index is None else _device_facts(index)["shared_memory"])
+    yield from find_word_errors(problem, math.inf if index is None else _device_facts(index)["shared_memory"])
 
 
 def decode(problem: Problem, plan: Plan, partial: Partial | None, out: Tensor, lse: Tensor | None) -> None:

@@ -25,19 +25,19 @@ from flash_decoding.backends.triton.codes import (
     LEAST_SCALE,
     column_of,
     finish_values,
-    has_pairs,
+    has_scale_pairs,
     load_queries,
     locate_scales,
     multiply_keys,
     scale_queries,
-    scales_by_key,
+    scales_per_key,
     weigh_values,
     widen,
     words_of,
     zero_acc,
 )
 from flash_decoding.backends.triton.launch import launch, variant
-from flash_decoding.backends.triton.online_softmax import finish_softmax, update_softmax
+from flash_decoding.backends.triton.online_softmax import finish_softmax, weigh_scores
 from flash_decoding.backends.triton.pieces import find_piece, note_slots
 from flash_decoding.backends.triton.scores import sees, transform_scores
 from flash_decoding.backends.triton.tile_io import (
@@ -233,9 +233,11 @@ def _fold_tile(
     if BY_ROW:
         seen = sees(n, own, t, in_token, tree_mask_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL, Lq)
         s = tl.where(seen, s, float("-inf"))
-    m, l, alpha, p = update_softmax(m, l, s)
+    m, alpha, p = weigh_scores(m, s)
     v = widen(v_words, V_FORM, FP8_CONVERT)
     acc, unit = weigh_values(acc, unit, alpha, p, v, (v_scale_ptr, v_scale_stride, page, slot), in_n, DV, V_FORM)
+    # After acc: with the sum before it heads of 256 spill on sm_90 (Triton 3.9).
+    l = l * alpha + tl.sum(p, 1)
     return m, l, acc, unit
 
 
@@ -295,12 +297,12 @@ def view_words(problem: Problem) -> Problem:
         if form is not None and codes.dtype != torch.int16:
             width = p.head_dim if name == "k" else p.value_dim
             words[name] = codes.view(torch.int16)
-            if has_pairs(width, form) and _fits(scale, 2):
+            if has_scale_pairs(width, form) and _fits(scale, 2):
                 words[f"{name}_scale"] = scale.view(torch.int32)
     return p._replace(**words)
 
 
-def find_code_errors(problem: Problem, shared_memory: float) -> Iterator[Exception]:
+def find_word_errors(problem: Problem, shared_memory: float) -> Iterator[Exception]:
     """Quantised caches that view_words() or a program cannot take."""
     p = problem
     sides = (("k", p.k, p.kv_format.k, p.head_dim), ("v", p.v, p.kv_format.v, p.value_dim)) if p.kv_format else ()
@@ -310,7 +312,7 @@ def find_code_errors(problem: Problem, shared_memory: float) -> Iterator[Excepti
         if not _fits(codes, 2):
             where = "an odd one" if codes.data_ptr() % 2 else f"strides {list(codes.stride())}"
             yield ValueError(f"{name} must have codes at an even address and with even strides on a GPU, got {where}")
-        if scales_by_key(form, width) == math.inf and width > 256 and shared_memory < _WIDE_GROUPS_MEMORY:
+        if scales_per_key(width, form) == math.inf and width > 256 and shared_memory < _WIDE_GROUPS_MEMORY:
             yield ValueError(
                 f"{name} must have groups of at least {width // 4} elements, or be at most 256 wide, on a GPU with "
                 f"{shared_memory} bytes of shared memory per program, got groups of {form.group} and {width}"

@@ -47,7 +47,7 @@ def words_of(WIDTH, FORM):
     return WIDTH // parts_of(FORM)
 
 
-def has_pairs(WIDTH, FORM):
+def has_scale_pairs(WIDTH, FORM):
     """Whether the scales of a row that multiply columns, and the zero points between them, are even in number."""
     return (
         _is_scaled_by_key(WIDTH, FORM) and FORM.group is not None and (FORM.zero_point or WIDTH // FORM.group % 2 == 0)
@@ -87,8 +87,8 @@ def _query_factor(part, WIDTH, FORM):
     return 1.0 if _is_scaled_by_element(WIDTH, FORM) else factor_of(part, FORM) / factor_of(0, FORM)
 
 
-def scales_by_key(FORM, WIDTH):
-    """choose_tile()'s scales."""
+def scales_per_key(WIDTH, FORM):
+    """How many scales multiply columns of a key's scores or weights; infinity where they multiply elements."""
     if _is_scaled_by_element(WIDTH, FORM):
         return math.inf
     return _groups_to_sum(WIDTH, FORM) if _is_scaled_by_key(WIDTH, FORM) else 0

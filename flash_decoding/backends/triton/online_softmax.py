@@ -7,13 +7,13 @@ from flash_decoding.backends.triton.scores import LOG2_E
 
 
 @triton.jit
-def update_softmax(m, l, s):
-    """Fold one tile of scores s [M, N] (base 2) into m and l; also alpha, to rescale acc, and the weights p [M, N]."""
+def weigh_scores(m, s):
+    """The maximum with scores s [M, N] (base 2), alpha, which rescales l and acc, and the weights p [M, N]."""
     m_new = tl.maximum(m, tl.max(s, 1))
     m_ref = finite_or_zero(m_new)
     alpha = tl.exp2(m - m_ref)
     p = tl.exp2(s - m_ref[:, None])
-    return m_new, l * alpha + tl.sum(p, 1), alpha, p
+    return m_new, alpha, p
 
 
 @triton.jit

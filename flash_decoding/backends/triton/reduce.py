@@ -49,7 +49,7 @@ class SharedSplits(NamedTuple):
 
 @triton.jit(
     do_not_specialize=[
-        "kv_len", "window", "B", "Hq", "rows", "num_splits", "at_once", "shared_at", "shared_splits", "shared_rows",
+        "kv_len", "window", "B", "Hq", "rows", "num_splits", "shared_at", "shared_splits", "shared_rows",
         "shared_len",
     ],
     do_not_specialize_on_alignment=[
@@ -64,10 +64,11 @@ def _reduce_kernel(
     l_out_ptr,  # likewise; not None: the result stays unfinished, out is its acc and lse its m
     sinks_ptr,  # [Hq] float32; None: off
     kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window,  # which keys are seen; None where nobody needs to know
-    B, Hq, rows, num_splits, at_once,
+    B, Hq, rows, num_splits,
     acc_step,  # from one state to the next, as rows is for m; None: rows * Dv
     shared_at, shared_splits, shared_rows, shared_len,  # the splits of a shared prefix; None: there is none
-    G: tl.constexpr, Lq: tl.constexpr, BLOCK_M: tl.constexpr, SKIP_EMPTY: tl.constexpr, NATURAL: tl.constexpr,
+    G: tl.constexpr, Lq: tl.constexpr, BLOCK_M: tl.constexpr, IN_PIECES: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr, NATURAL: tl.constexpr,
     DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: one query row, BLOCK_DV columns of its output."""
@@ -77,7 +78,7 @@ def _reduce_kernel(
 
     b, h_q, t = row // (Hq * Lq), row // Lq % Hq, row % Lq
     at, step, splits = row, rows, num_splits
-    if at_once is not None:
+    if IN_PIECES:
         row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
         lens = (kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window)
         first_key, last_key, _, _ = visible_range(lens, b, Lq)
@@ -193,10 +194,10 @@ def launch_reduce(
         (rows, -(-p.value_dim // block_dv)),
         (
             partial.acc, partial.m, partial.l, out, stride, lse, l, p.sinks, *lens, p.kv_len, window,
-            p.batch, p.heads_q, rows, plan.num_splits, plan.at_once, None, *more,
+            p.batch, p.heads_q, rows, plan.num_splits, None, *more,
         ),
         (
-            *((p.group, p.q_len, plan.tile.block_m) if ragged else (1, p.q_len, 1)),
+            *((p.group, p.q_len, plan.tile.block_m) if ragged else (1, p.q_len, 1)), ragged,
             plan.split_size is not None, None, p.value_dim, block_s, block_dv,
         ),
         (num_warps, 1),
@@ -221,10 +222,10 @@ def launch_partials(partial: Partial, out: Tensor, lse: Tensor | None, l: Tensor
         ),
         (rows, -(-width // block_dv)),
         (
-            *partial, out, stride, lse, l, sinks, None, None, None, 0, None, batch, heads_q, steps[1], count, None,
+            *partial, out, stride, lse, l, sinks, None, None, None, 0, None, batch, heads_q, steps[1], count,
             steps[0], None, None, None, None,
         ),
-        (1, q_len, 1, True, None, width, block_s, block_dv),
+        (1, q_len, 1, False, True, None, width, block_s, block_dv),
         (num_warps, 1),
     )  # fmt: skip
 
@@ -258,10 +259,10 @@ def launch_merge(
         ),
         (rows, 1),
         (
-            outs, lses, None, out, stride, lse, None, None, None, None, None, 0, None, rows, 1, steps[1], count, None,
+            outs, lses, None, out, stride, lse, None, None, None, None, None, 0, None, rows, 1, steps[1], count,
             step, None, None, None, None,
         ),
-        (1, 1, 1, True, natural, width, block_s, block_dv),
+        (1, 1, 1, False, True, natural, width, block_s, block_dv),
         (num_warps, 1),
         fp_fusion=False,  # or two states would merge to other bits the other way round
     )  # fmt: skip
