@@ -165,20 +165,22 @@ def view_scale(scale: Tensor | None, layout: str) -> Tensor | None:
 def find_errors(call: Call) -> Iterator[Exception]:
     """Every reason to refuse the call that can be told; reads no device memory unless call.check."""
     yield from find_option_errors(call)
-    kinds = list(_kind_errors(call))
-    yield from kinds
-    if kinds or call.layout not in LAYOUTS or list(_format_errors(call)):
+    yield from _kind_errors(call)
+    if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in (call.q, call.k, call.v)):
         return
-    dtypes = list(_dtype_errors(call))
-    yield from dtypes
+    yield from _single_errors(call)
+    if list(_format_errors(call)):
+        return  # what k and v hold cannot be told
+    yield from _dtype_errors(call)
+    if call.layout not in LAYOUTS:
+        return
     ranks = list(_rank_errors(call))
     yield from ranks
     if not ranks:
-        shapes = list(_shape_errors(call))
-        yield from shapes
-        if not dtypes and not shapes:
-            yield from _scale_errors(call)
-        yield from _state_errors(call)
+        yield from _shape_errors(call)
+    yield from _scale_errors(call)
+    if not ranks:
+        yield from _joint_errors(call)
 
 
 _ARRAYS = (
@@ -266,18 +268,23 @@ def _dtype_errors(call: Call) -> Iterator[Exception]:
     if q.dtype not in DTYPES:
         yield TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
     sides = sides_of(call)
-    for name, side in zip(("k", "v"), sides, strict=True):
-        x = getattr(call, name)
-        if side is not None:
-            yield from find_code_errors(name, side, x.dtype)
-        elif x.dtype == torch.uint8 and call.kv_format is None:
-            yield TypeError(f"kv_format must name the codes that {name} holds as uint8, such as 'int4', got None")
-        elif x.dtype != q.dtype:
-            yield TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+    for name, side in zip("kv", sides, strict=True):
+        yield from _side_errors(call, name, side)
     if call.kv_format is None and (sides[0] is None) != (sides[1] is None):
         yield TypeError(
             f"v must have the dtype of k, {call.k.dtype}, got {call.v.dtype}; a kv_format can name a format for each"
         )
+
+
+def _side_errors(call: Call, name: str, side: Side) -> Iterator[Exception]:
+    """The dtype of the keys or the values."""
+    x = getattr(call, name)
+    if side is not None:
+        yield from find_code_errors(name, side, x.dtype)
+    elif x.dtype == torch.uint8 and call.kv_format is None:
+        yield TypeError(f"kv_format must name the codes that {name} holds as uint8, such as 'int4', got None")
+    elif x.dtype != call.q.dtype:
+        yield TypeError(f"{name} must have the dtype of q, {call.q.dtype}, got {x.dtype}")
 
 
 def _rank_errors(call: Call) -> Iterator[Exception]:
@@ -335,7 +342,7 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
     yield from _array_errors(call, batch, heads_q, q_len, kv_len)
     out_shape, lse_shape = (*q.shape[:3], value_dim), (batch, heads_q, q_len)
     out, lse = call.out, call.lse
-    if out is not None:
+    if isinstance(out, Tensor):
         if out.dtype != q.dtype:
             yield TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")
         if out.shape != out_shape:
@@ -346,7 +353,7 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"out must have a contiguous last axis, got strides {list(out.stride())}")
         if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
             yield ValueError(f"out must not overlap itself, got strides {list(out.stride())}")
-    if lse is not None:
+    if isinstance(lse, Tensor):
         if lse.dtype != torch.float32:
             yield TypeError(f"lse must be float32, got {lse.dtype}")
         if lse.shape != lse_shape or not lse.is_contiguous():
@@ -369,7 +376,7 @@ def _other_layout(call: Call) -> str:
 def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int) -> Iterator[Exception]:
     """The optional arrays: dtype, shape, device, and which of them go together."""
     table = call.block_table
-    if table is not None and table.ndim == 2:
+    if isinstance(table, Tensor) and table.ndim == 2:
         length *= table.shape[1]
         if call.k.shape[2 if call.layout == "bhnd" else 1] == 0:
             yield ValueError("k must have pages of at least one key, got 0")
@@ -388,7 +395,7 @@ def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int)
     }
     for name, (dtypes, shape) in expected.items():
         x = getattr(call, name)
-        if x is None:
+        if not isinstance(x, Tensor):
             continue
         if x.dtype not in dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -405,16 +412,17 @@ def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int)
 
 
 def _scale_errors(call: Call) -> Iterator[Exception]:
-    """Scales that do not belong to the codes, of a call whose arrays go together otherwise."""
-    k_side, v_side = sides_of(call)
-    for name, x, side, width in (
-        ("k", call.k, k_side, call.q.shape[3]), ("v", call.v, v_side, element_width(v_side, call.v))
-    ):  # fmt: skip
-        scale = getattr(call, f"{name}_scale")
+    """Scales that do not belong to the codes, held against these alone; nothing where these are wrong themselves."""
+    for name, side in zip("kv", sides_of(call), strict=True):
+        x, scale = getattr(call, name), getattr(call, f"{name}_scale")
+        known = scale is None or isinstance(scale, Tensor) or is_number(scale)
+        if not known or x.ndim != 4 or list(_side_errors(call, name, side)):
+            continue
         if side is None:
             if scale is not None:
                 yield ValueError(f"{name}_scale must be None where {name} has the dtype of q, got one")
             continue
+        width = element_width(side, x)
         try:
             form = resolve_side(name, side, scale, width)
         except ValueError as error:
@@ -430,7 +438,13 @@ def _is_int4(call: Call) -> bool:
 
 
 def _state_errors(call: Call) -> Iterator[Exception]:
-    """What may differ between calls of one signature: flags of tensors, and lengths where looking costs no wait."""
+    """What may differ between calls of one signature."""
+    yield from _single_errors(call)
+    yield from _joint_errors(call)
+
+
+def _single_errors(call: Call) -> Iterator[Exception]:
+    """Flags of tensors, and scales where looking costs no wait: each by itself."""
     if torch.is_grad_enabled():
         for name in ("q", "k", "v", "alibi_slopes", "sinks", "k_scale", "v_scale"):
             x = getattr(call, name)
@@ -441,17 +455,21 @@ def _state_errors(call: Call) -> Iterator[Exception]:
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if x.is_neg():
             yield ValueError(f"{name} must not be a negated view; use resolve_neg()")
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if isinstance(scale, Tensor) and _may_read(scale, call):
+            yield from find_value_errors(name, scale)
+
+
+def _joint_errors(call: Call) -> Iterator[Exception]:
+    """Where values begin, and lengths and pages where looking costs no wait: held against what there is."""
     inside = call.v.numel() > 0 and call.v.data_ptr() == call.k.data_ptr() and call.v.shape[-1] < call.k.shape[-1]
     if inside and _is_int4(call):
         yield ValueError(
             "v must not begin inside k where it holds int4 codes and is less wide: their order depends on the width"
         )
-    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-        if isinstance(scale, Tensor) and (call.check or scale.device.type == "cpu"):
-            yield from find_value_errors(name, scale)
     outside = False
     for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start), ("q_lens", call.q_lens)):
-        if lens is None or lens.numel() == 0 or not (call.check or lens.device.type == "cpu"):
+        if not isinstance(lens, Tensor) or lens.numel() == 0 or not _may_read(lens, call):
             continue
         length = 2 if call.layout == "bhnd" else 1
         most, what = (
@@ -461,21 +479,28 @@ def _state_errors(call: Call) -> Iterator[Exception]:
         if low < 0 or high > most:
             outside = True
             yield ValueError(f"{name} must lie from 0 to {most}, {what}, got values from {low} to {high}")
-    table = call.block_table
-    if table is not None and not outside and (call.check or table.device.type == "cpu"):
+    if not outside:
         yield from _page_errors(call)
+
+
+def _may_read(x: Tensor, call: Call) -> bool:
+    """Whether the host looks at an array: on a CPU, where that costs nothing, and where it is asked to."""
+    return x.device.type == "cpu" or (call.check is True and x.device == call.q.device)
 
 
 def _page_errors(call: Call) -> Iterator[Exception]:
     """Page ids outside the pool among those that are looked up."""
     table, lens = call.block_table, call.kv_lens
-    if table is None or lens is None or table.ndim != 2 or lens.shape != table.shape[:1]:
-        return  # named by others
+    if not isinstance(table, Tensor) or not isinstance(lens, Tensor) or table.ndim != 2 or not _may_read(table, call):
+        return
     length = 2 if call.layout == "bhnd" else 1
     page_size, pages = call.k.shape[length], call.k.shape[0]
     start = torch.zeros_like(lens) if call.kv_start is None else call.kv_start
     tokens = torch.full_like(lens, call.q.shape[length]) if call.q_lens is None else call.q_lens
-    if call.window is not None:
+    if not all(isinstance(x, Tensor) and x.shape == table.shape[:1] and x.device == table.device
+               for x in (lens, start, tokens)):  # fmt: skip
+        return  # named by others
+    if isinstance(call.window, int):
         start = torch.maximum(start, lens - tokens - min(call.window, MAX_KV_LEN))
     first = torch.arange(table.shape[1], device=table.device) * page_size
     reached = (first < lens[:, None]) & (first + page_size > start[:, None]) & ((start < lens) & (tokens > 0))[:, None]
@@ -492,4 +517,4 @@ def _capacity(call: Call) -> int:
     """Keys the cache can hold per sequence."""
     length = call.k.shape[2 if call.layout == "bhnd" else 1]
     table = call.block_table
-    return length if table is None or table.ndim != 2 else length * table.shape[1]
+    return length * table.shape[1] if isinstance(table, Tensor) and table.ndim == 2 else length

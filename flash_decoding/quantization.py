@@ -270,15 +270,16 @@ def find_scale_errors(
     """What is wrong with a format or the scales of one side, apart from their values.
 
     Args:
-        name: "k_scale" or "v_scale".
+        name: "k_scale" or "v_scale", with any prefix.
         scale: None: there are none, or they are yet to be made.
         codes: the side itself, [batch, heads, length, width as stored] or as the layout has it.
         width: elements of a row.
     """
+    side = name.removesuffix("_scale")[-1]
     if form.codes == "int4" and width % 8:
-        yield ValueError(f"{name[0]} must have a width that is a multiple of 8 for int4 codes, got {width}")
+        yield ValueError(f"{side} must have a width that is a multiple of 8 for int4 codes, got {width}")
     if form.group is not None and width % form.group:
-        yield ValueError(f"group must divide the width of {name[0]}, {width}, got {form.group}")
+        yield ValueError(f"group must divide the width of {side}, {width}, got {form.group}")
         return
     if scale is None:
         return
@@ -297,7 +298,7 @@ def find_scale_errors(
     elif form.scale in ("head", "channel", "group") and scale.numel() and not _is_dense(scale, form):
         yield ValueError(f"{name} must have contiguous rows of scales, got strides {list(scale.stride())}")
     if scale.device != codes.device and not (scale.ndim == 0 and scale.device.type == "cpu"):
-        yield ValueError(f"{name} must be on the device of q, {codes.device}, got {scale.device}")
+        yield ValueError(f"{name} must be on the device of {side}, {codes.device}, got {scale.device}")
 
 
 def _is_dense(scale: Tensor, form: CodeFormat) -> bool:
@@ -311,7 +312,7 @@ def _is_dense(scale: Tensor, form: CodeFormat) -> bool:
 def find_value_errors(name: str, scale: Tensor | float) -> Iterator[Exception]:
     """Scales that make no sense; reads them. Not those per token and group, where unused ones may hold anything."""
     if isinstance(scale, Tensor):
-        if scale.ndim > 2:
+        if scale.ndim > 2 or scale.dtype != torch.float32:  # another dtype is refused by itself
             return
         good = bool((scale.isfinite() & (scale != 0)).all())
     else:

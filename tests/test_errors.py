@@ -123,7 +123,7 @@ REFUSED = [
     (CODES | dict(kv_format="int8:token"), TypeError, "k_scale must be a torch.Tensor for scales per token, got float"),
     (CODES | dict(k_scale=torch.ones(2).double()), TypeError, "k_scale must be float32 for scales per head, got torch.float64"),
     (CODES | dict(k_scale=torch.ones(4)[::2]), ValueError, "k_scale must have contiguous rows of scales"),
-    (CODES | dict(v_scale=torch.ones(2, device="meta")), ValueError, "v_scale must be on the device of q, cpu, got meta"),
+    (CODES | dict(v_scale=torch.ones(2, device="meta")), ValueError, "v_scale must be on the device of v, cpu, got meta"),
     (CODES | dict(v_scale=torch.ones(2, requires_grad=True)), ValueError, "v_scale must not require a gradient"),
     (PACKED | dict(k=INT8.view(torch.uint8)), ValueError, "k must have the head_dim of q, 64, two in a byte, 32, got 64"),
     (PACKED | dict(k_scale=GROUPS.float()), TypeError, "k_scale must be float16 for scales per group, got torch.float32"),
@@ -171,9 +171,29 @@ def test_gradients_are_no_obstacle_where_they_are_off():
 
 def test_every_reason_against_codes_is_listed():
     reasons = explain(Q, INT8, INT4, kv_format="fp8/int4", k_scale="1", v_scale=0.0, num_splits=-1)
-    assert len(reasons) == 3, reasons
+    assert len(reasons) == 5, reasons
     reasons = explain(Q, INT8, INT8, k_scale=torch.ones(3), v_scale=torch.ones(2).half())
     assert len(reasons) == 2, reasons
+
+
+def test_reasons_against_scales_are_listed_beside_every_other():
+    codes = {"k", "v", "kv_format", "k_scale", "v_scale"}
+    scales = [x for x, _, _ in REFUSED if x.get("k") is INT8 is x.get("v") and "kv_format" not in x]
+    # Without a dense q and a layout there is nothing that scales could be held against.
+    others = [
+        x for x, _, _ in REFUSED
+        if not codes & set(x) and isinstance(x.get("q", Q), torch.Tensor) and not x.get("q", Q).is_sparse
+        and x.get("layout") != "nhd"
+    ]  # fmt: skip
+    assert len(scales) > 10
+    assert len(others) > 40
+    for wrong in scales:
+        alone = explain(**dict(q=Q) | wrong)
+        assert len(alone) == 1, alone
+        for other in others:
+            reasons = explain(**dict(q=Q) | wrong | other)
+            assert alone[0] in reasons, f"{alone[0]} is missing beside {reasons}"
+            assert len(reasons) > 1, f"{reasons} and not what {other} should give"
 
 
 def test_a_named_backend_never_falls_back(monkeypatch):
