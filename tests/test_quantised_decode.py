@@ -20,6 +20,7 @@ from flash_decoding import (
     quantize_kv,
     reference,
 )
+from flash_decoding.integrations.flash_attn import flash_attn_func
 
 pytestmark = pytest.mark.interpreter
 
@@ -368,6 +369,8 @@ def test_a_shared_prefix_with_scales_of_its_own(target, kv_format):
     refused("shared_k_scale must be None with shared=False", shared=False)
     refused("shared_k_scale must be None with shared=False, a window or alibi_slopes", window=5)
     refused("shared_k_scale must have shape", shared_k_scale=torch.ones(3, device=target.device))
+    meta = scales["shared_k_scale"].to("meta")
+    refused(f"shared_k_scale must be on the device of k, {q.device}, got meta", shared_k_scale=meta)
     refused("shared_v_scale must be a torch.Tensor, a number or None, got str", TypeError, shared_v_scale="1")
     with pytest.raises(ValueError, match="shared_v_scale must be None where v has the dtype of q"):
         cascade_decode(q, *(x.half() for x in wide), prefix_len=32, shared_v_scale=1.0, backend=target.backend, **lens)
@@ -404,6 +407,9 @@ def test_descales_of_flash_attn(target, codes, scales, where):
     k_wide, v_wide = (x * per_row[:, None, :, None] for x in (k_wide, v_wide * 2))
     asked = q.flatten(0, 1) if where == "packed" else q
     out = flash_attn_with_kvcache(asked, k_cache, v_cache, k_descale=descale, v_descale=descale * 2, **options)
+    if scales == "number":
+        numbers = {"q_descale": None, "k_descale": 0.25, "v_descale": 0.5}
+        assert torch.equal(flash_attn_with_kvcache(asked, k_cache, v_cache, **numbers, **options), out)
     out = out.view(q.shape)
     blocks = range(0, q_len, 64)
     want = torch.cat(
@@ -425,8 +431,21 @@ def test_descales_that_are_refused(target):
         flash_attn_with_kvcache(q, k, k, k_descale=torch.ones(2, 3, device=target.device))
     with pytest.raises(ValueError, match=r"v_descale must have shape \[2\] for scales per head, got \[3\]"):
         flash_attn_with_kvcache(q, k, k, v_descale=torch.ones(3, device=target.device))
-    with pytest.raises(ValueError, match="k_descale must be given with int8 codes, got None"):
-        flash_attn_with_kvcache(q, k.to(torch.int8), k.to(torch.int8))
+    int8 = k.to(torch.int8)
+    with pytest.raises(ValueError, match=r"^k_descale must be given with int8 codes, as float32 \[B, Hkv\]"):
+        flash_attn_with_kvcache(q, int8, int8)
+    with pytest.raises(ValueError, match=r"^v_descale of flash_attn_with_kvcache\(\) must be given with int8 codes"):
+        flash_attn_func(q, k, int8)
+    with pytest.raises(TypeError, match=r"^v_cache must have a dtype that tells its codes, .*; bits of fp8"):
+        flash_attn_with_kvcache(q, k, k.view(torch.uint8))
+    with pytest.raises(TypeError, match=r"; flash_decode\(\) and its kv_format can name a format for each"):
+        flash_attn_with_kvcache(q, k, int8.half())
+    with pytest.raises(ValueError, match="q_descale must be None, queries are float16, bfloat16 or float32 here"):
+        flash_attn_with_kvcache(q, k, k, q_descale=torch.ones(2, 2, device=target.device))
+    with pytest.raises(TypeError, match=r"k_descale must be a torch\.Tensor, a number or None, got str"):
+        flash_attn_with_kvcache(q, k, k, k_descale="1")
+    with pytest.raises(ValueError, match="v_descale must be finite and not 0, got 0"):
+        flash_attn_with_kvcache(q, k, k, v_descale=0)
     with pytest.raises(TypeError, match=r"k_scale.*here it is k_descale"):
         flash_attn_with_kvcache(q, k, k, k_scale=1.0)
 
@@ -448,9 +467,40 @@ def test_flash_attn_appends_to_codes(target, scales):
     for got, want in ((k_codes, want_k), (v_codes, want_v)):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     assert max_error(out, reference(q, want_k, want_v, layout="bnhd", **options)) <= 2e-3
-    per_sequence = torch.rand(2, 2, device=target.device)
-    with pytest.raises(ValueError, match="k_descale must be the same for all sequences"):
-        flash_attn_with_kvcache(q, k_codes, v_codes, k, v, cache_seqlens=0, k_descale=per_sequence)
+
+
+@pytest.mark.feature("flash-attn's functions")
+@pytest.mark.parametrize("where", ["dense", "pages"])
+def test_flash_attn_appends_with_scales_of_each_sequence(target, where):
+    q, k, v = make_inputs(2, 4, 2, 12, 64, torch.float16, target.device, layout="bnhd")
+    angles = torch.rand(16, 16, device=target.device)
+    turns = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    k_descale = torch.tensor([[0.02, 0.05], [0.03, 0.04]], device=target.device)
+    v_descale = {"dense": torch.zeros(2, 16, 2, device=target.device), "pages": k_descale[0] * 0.7}[where]
+    caches = [torch.zeros(2, 16, 2, 64, dtype=torch.int8, device=target.device) for _ in "kv"]
+    kept = v_descale.clone()
+    options = {"cache_seqlens": int32([3, 0], target), "causal": True, **turns}
+    if where == "pages":
+        options["block_table"] = int32([[1], [0]], target)
+    out = flash_attn_with_kvcache(q, *caches, k, v, **options, k_descale=k_descale, v_descale=v_descale)
+    alone = []
+    for b in range(2):
+        own = [torch.zeros(1, 16, 2, 64, dtype=torch.int8, device=target.device) for _ in "kv"]
+        scales = {"k_descale": k_descale[b], "v_descale": kept[b : b + 1] if where == "dense" else kept}
+        alone.append(
+            flash_attn_with_kvcache(
+                q[b : b + 1], *own, k[b : b + 1], v[b : b + 1], cache_seqlens=[3, 0][b], causal=True, **turns, **scales
+            )
+        )
+        page = 1 - b if where == "pages" else b
+        assert torch.equal(caches[0][page], own[0][0])
+        assert torch.equal(caches[1][page], own[1][0])
+    assert torch.equal(v_descale, kept)
+    assert max_error(out, torch.cat(alone).double()) <= 2e-3
+    before = caches[0].clone()
+    with pytest.raises(ValueError, match="v must have shape"):
+        flash_attn_with_kvcache(q, *caches, k, v[:, :1], **options, k_descale=k_descale, v_descale=v_descale)
+    assert torch.equal(caches[0], before)
 
 
 @pytest.mark.feature("flash-attn's functions")

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_decoding.append import append_kv
+from flash_decoding.append import AppendCall, append_kv, find_append_errors
 from flash_decoding.integrations.query_blocks import attend, attend_blocks, block_options, cut, pack, unpack
 from flash_decoding.problem import MAX_Q_LEN, Call, make_problem
+from flash_decoding.quantization import find_value_errors, is_number, place_scale
 
 # What other libraries call the same thing, and what it is called here.
 _ALIASES = {
@@ -50,7 +51,10 @@ _CACHE = _OPTIONS | {
 }  # fmt: skip
 _ROWS = {"block_table": "cache_batch_idx", "pages": "rows", "page": "row"}
 _PACKED = _OPTIONS | {"kv_lens": "cu_seqlens_k", "kv_start": "cu_seqlens_k"}
-_WHOLE = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "cu_seqlens_k"}
+_WHOLE = {
+    "k_cache": "k", "v_cache": "v", "cache_seqlens": "cu_seqlens_k",
+    **{name: f"{name} of flash_attn_with_kvcache()" for name in ("k_descale", "v_descale")},
+}  # fmt: skip
 
 
 def flash_attn_with_kvcache(
@@ -78,8 +82,9 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     s_aux: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
+    q_descale: None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attn 2's function of this name: append k and v to the cache if given, then attend to it.
@@ -128,11 +133,12 @@ def flash_attn_with_kvcache(
         max_seqlen_q: the most tokens of a sequence, or any larger number; must be given with cu_seqlens_q, and does
             not matter without. On a GPU, results are undefined where a sequence has more.
         s_aux: [Hq], attention sinks, of any dtype: one more logit per head in the denominator; None means off.
+        q_descale: must be None: queries are not quantised here.
         k_descale: what the keys of a cache of dtype float8_e4m3fn, float8_e5m2 or int8 are multiplied with: float32
-            [B, Hkv] as in flash-attn 3, or [Hkv] or [] for all sequences, or per token [B_cache, N, Hkv]
-            ([pages, page_size, Hkv]); None means 1 for float8. With a block_table or cache_batch_idx, scales in memory
-            for each sequence cost a call for each (for each block where q is cut). k, which is not quantised, is on
-            its way into the cache; scales per token are then made and written.
+            [B, Hkv] as in flash-attn 3, or [Hkv], [] or a number for all sequences, or per token [B_cache, N, Hkv]
+            ([pages, page_size, Hkv]); None means 1 for float8. Scales in memory for each sequence cost a call for each
+            where k is appended, and with a block_table or cache_batch_idx (for each block where q is cut). k, which is
+            not quantised, is on its way into the cache; scales per token are then made and written.
         v_descale: likewise.
         unknown: raises a TypeError, which names the right option where it is another library's name for it.
 
@@ -162,11 +168,18 @@ def flash_attn_with_kvcache(
     else:
         _check_arrays("total_q, H, D", " with cu_seqlens_q", q=q)
     _check_arrays("B, L, H, D", k_cache=k_cache, v_cache=v_cache)
+    if q_descale is not None:
+        raise ValueError(
+            "q_descale must be None, queries are float16, bfloat16 or float32 here and not quantised, "
+            f"got {type(q_descale).__name__}"
+        )
+    _check_codes("k_cache", k_cache, k_descale)
+    _check_codes("v_cache", v_cache, v_descale)
     if block_table is not None:
         _check_arrays("B, max_pages", "", **{names.get("block_table", "block_table"): block_table})
     _check_given(
         k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=s_aux, k_descale=k_descale, v_descale=v_descale,
+        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=s_aux,
     )  # fmt: skip
     batch, q_len = q.shape[:2]
     if cu_seqlens_q is not None:
@@ -193,14 +206,10 @@ def flash_attn_with_kvcache(
             f"cache_seqlens must be an int, a torch.Tensor or None, got {type(cache_seqlens).__name__}; "
             "torch.tensor([...], dtype=torch.int32, device=q.device)"
         )
-    scales = {
+    scales: dict[str, Any] = {
         "k_scale": _scales(k_descale, "k_descale", batch, k_cache, block_table),
         "v_scale": _scales(v_descale, "v_descale", batch, v_cache, block_table),
     }
-    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
-        scale = scales[f"{name[0]}_scale"]
-        if k is not None and descale is not None and descale.ndim == 2 and scale is not None and scale.ndim > 1:
-            raise ValueError(f"{name} must be the same for all sequences, [Hkv] or [], where k is given, got [B, Hkv]")
     in_blocks = cu_seqlens_q is not None or q_len > MAX_Q_LEN
     lens = cache_seqlens
     if isinstance(lens, int) or (lens is None and (block_table is not None or in_blocks)):
@@ -218,11 +227,16 @@ def flash_attn_with_kvcache(
         turning = None if rotary_cos is None else q
         if turning is not None and cu_seqlens_q is not None:
             turning = unpack(q, cu_seqlens_q, q_len)
-        rotated = _in_words(
-            names, append_kv, _last_contiguous(k), _last_contiguous(v), k_cache, v_cache, lens, layout="bnhd",
-            block_table=block_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            rotary_interleaved=rotary_interleaved, q=turning, q_advances=advances, **scales,
+        append = AppendCall(
+            _last_contiguous(k), _last_contiguous(v), k_cache, v_cache, lens, "bnhd", block_table,
+            rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, q=turning,
+            q_advances=advances, **scales,
         )  # fmt: skip
+        by_sequence = {
+            f"{name}_scale": _last_contiguous(x) for name, x in (("k", k_descale), ("v", v_descale))
+            if isinstance(x, Tensor) and x.ndim == 2 and _is_by_sequence(x)
+        }  # fmt: skip
+        rotated = _in_words(names, _append, append, by_sequence)
         if rotated is not None:
             q = rotated if cu_seqlens_q is None else pack(rotated, cu_seqlens_q, q.shape[0])
         kv_lens = lens + k.shape[1]
@@ -313,6 +327,8 @@ def flash_attn_varlen_func(
     _check_arrays("total, H, D", k=k, v=v)
     _check_starts("q", cu_seqlens_q, q, max_seqlen_q)
     _check_starts("k", cu_seqlens_k, k, max_seqlen_k)
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        _in_words(_WHOLE, _check_codes, name, x, None)
     batch, q_len = cu_seqlens_q.shape[0] - 1, max(int(max_seqlen_q), 1)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(f"cu_seqlens_k must have shape [{batch + 1}] as cu_seqlens_q, got {list(cu_seqlens_k.shape)}")
@@ -386,17 +402,66 @@ def _decoding(
     }  # fmt: skip
 
 
+def _check_codes(name: str, cache: Tensor, descale: object) -> None:
+    """A dtype that does not tell the codes, and codes without scales."""
+    if cache.dtype == torch.uint8:
+        raise TypeError(
+            f"{name} must have a dtype that tells its codes, float8_e4m3fn, float8_e5m2 or int8, got torch.uint8; bits "
+            "of fp8 have one with view(torch.float8_e4m3fn), and int4 is for flash_decode() and its kv_format"
+        )
+    if cache.dtype == torch.int8 and descale is None:
+        raise ValueError(f"{name[0]}_descale must be given with int8 codes, as float32 [B, Hkv] or a number, got None")
+
+
+def _append(call: AppendCall, by_sequence: dict[str, Tensor]) -> Tensor | None:
+    """append_kv(), where scales may be [B, Hkv] besides, in place of those of the call: a call for each sequence."""
+    if not by_sequence:
+        return append_kv(**call._asdict())
+    # Of no sequences, whatever has the right form is as good.
+    rows: list[dict[str, Any]] = [
+        {name: x[b] for name, x in by_sequence.items()} for b in range(call.kv_lens.shape[0])
+    ] or [{name: x.new_ones(()) for name, x in by_sequence.items()}]
+    if not torch.compiler.is_compiling():
+        for error in find_append_errors(call._replace(**rows[0])):  # before anything is written
+            raise error
+    own = ["k_new", "v_new", "kv_lens", "block_table", "q"]
+    if call.block_table is None:
+        own += ["k_cache", "v_cache"]
+        own += [x for x in ("k_scale", "v_scale") if x not in by_sequence and getattr(getattr(call, x), "ndim", 0) == 3]
+    rotated = []
+    for b, row in enumerate(rows):
+        mine = {name: getattr(call, name)[b : b + 1] for name in own if getattr(call, name) is not None}
+        rotated.append(append_kv(**call._replace(**mine | row)._asdict()))
+    return None if call.q is None else torch.cat([x for x in rotated if x is not None])
+
+
 def _scales(
-    descale: Tensor | None, name: str, batch: int, cache: Tensor, block_table: Tensor | None
+    descale: Tensor | float | None, name: str, batch: int, cache: Tensor, block_table: Tensor | None
 ) -> Tensor | None:  # fmt: skip
     """Scales as flash_decode() takes them, or [B, Hkv] where they may differ by sequence and pages may be shared."""
-    if descale is None or descale.ndim != 2:
+    if descale is None:
+        return None
+    if not isinstance(descale, Tensor):
+        if not is_number(descale):
+            raise TypeError(f"{name} must be a torch.Tensor, a number or None, got {type(descale).__name__}")
+        for error in find_value_errors(name, descale):
+            raise error
+        return place_scale(descale, cache.device)
+    if descale.ndim != 2:
         return descale
     if descale.shape != (batch, cache.shape[2]):
         raise ValueError(f"{name} must have shape [{batch}, {cache.shape[2]}], got {list(descale.shape)}")
-    if batch == 1 or (batch and descale.stride(0) == 0):  # expanded, as other libraries make them
+    if descale.device.type == "cpu" and not torch.compiler.is_compiling():
+        for error in find_value_errors(name, descale):
+            raise error
+    if not _is_by_sequence(descale):
         return descale[0, 0] if descale.stride(1) == 0 else _last_contiguous(descale[0])
     return descale if block_table is not None else descale[:, None].expand(-1, cache.shape[1], -1)
+
+
+def _is_by_sequence(descale: Tensor) -> bool:
+    """Whether scales [B, Hkv] may differ by sequence; other libraries expand those that do not."""
+    return descale.shape[0] != 1 and (descale.shape[0] == 0 or descale.stride(0) != 0)
 
 
 def _in_words(names: dict[str, str], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -408,6 +473,7 @@ def _in_words(names: dict[str, str], function: Callable[..., Any], *args: Any, *
         if re.match(r"[\w, ]+ must ", message):
             message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), message)
             message = message.replace("; None means automatic", "; 0 means automatic")
+            message = message.replace("; a kv_format can", "; flash_decode() and its kv_format can")
             error.args = (message.replace("layout='bhnd'", "[B, H, L, D], not flash-attn's [B, L, H, D]"),)
         raise
 
