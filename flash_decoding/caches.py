@@ -9,7 +9,7 @@ launch. A captured CUDA graph does not run the host's part: capture append_kv() 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -23,6 +23,7 @@ from flash_decoding.quantization import (
     CodeFormat,
     KVFormat,
     Side,
+    element_width,
     find_scale_errors,
     find_value_errors,
     place_scale,
@@ -33,6 +34,20 @@ from flash_decoding.quantization import (
 
 class CacheFullError(RuntimeError):
     """There is no room for the new keys; nothing was written."""
+
+
+def refuse_own(options: dict[str, Any], *own: str) -> None:
+    """Raise where options hold what the cache passes on itself."""
+    for name in own:
+        if name in options:
+            got = None if options[name] is None else type(options[name]).__name__
+            raise TypeError(f"{name} must not be given, the cache sets it itself, got {got}")
+
+
+def describe_lengths(lengths: Collection[int]) -> str:
+    """The range of numbers on the host."""
+    low, high = min(lengths, default=0), max(lengths, default=0)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 class _Storage:
@@ -58,6 +73,21 @@ class _Storage:
         self.kv_format = KVFormat(k, v) if k or v else None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory for keys and values, scales included, filled or not."""
+        return sum(x.nbytes for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
+
+    def _describe(self, filled: str) -> str:
+        """What repr() shows; knows it without a look at the device."""
+        forms = (None, None) if self.kv_format is None else (self.kv_format.k, self.kv_format.v)
+        sides = list(zip((self.k, self.v), forms, strict=True))
+        shapes = [[*x.shape[:3], element_width(form, x)] for x, form in sides]
+        kinds = [str(form or x.dtype).removeprefix("torch.") for x, form in sides]
+        k, v = (f"{shape} {kind}" for shape, kind in zip(shapes, kinds, strict=True))
+        what = f"k and v {k}" if k == v else f"k {k}, v {v}"
+        return f"<{type(self).__name__}: {what}, {self.layout}, {filled}, {self.k.device}, {self.nbytes / 1e6:.3g} MB>"
+
+    @property
     def _codes(self) -> dict[str, Any]:
         """The arguments of append_kv() and flash_decode() that say what is in the arrays."""
         return {
@@ -69,8 +99,8 @@ class KVCache(_Storage):
     """A dense cache of a batch: memory for max_len keys per sequence, filled from the front.
 
     Attributes: k [B, Hkv, max_len, D] and v [B, Hkv, max_len, Dv] ([B, max_len, Hkv, D] for layout "bnhd"), kv_lens [B]
-    int32 on their device, lengths (the same, a list of ints on the host), layout; kv_format, k_scale and v_scale, which
-    are None for a cache that is not quantised.
+    int32 on their device, lengths (the same, a list of ints on the host), layout, nbytes; kv_format, k_scale and
+    v_scale, which are None for a cache that is not quantised.
 
     Args:
         batch: sequences.
@@ -116,6 +146,9 @@ class KVCache(_Storage):
         self.kv_lens = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
         self.lengths = [0] * batch
 
+    def __repr__(self) -> str:
+        return self._describe(f"lengths {describe_lengths(self.lengths)} of {self.max_len}")
+
     def append(
         self, k_new: Tensor, v_new: Tensor, *, new_lens: Sequence[int] | None = None, **options: Any
     ) -> Tensor | None:
@@ -132,6 +165,7 @@ class KVCache(_Storage):
         Raises:
             CacheFullError: a sequence would be longer than max_len.
         """
+        refuse_own(options, "k_cache", "v_cache", "kv_lens", *self._codes)
         counts = _counts(k_new, self.layout, new_lens, len(self.lengths))
         for b, (length, new) in enumerate(zip(self.lengths, counts, strict=True)):
             if length + new > self.max_len:
@@ -147,6 +181,7 @@ class KVCache(_Storage):
 
     def decode(self, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """flash_decode() of queries over the keys that every sequence holds, with any of its other options."""
+        refuse_own(options, "k", "v", "kv_lens", *self._codes)
         return flash_decode(q, self.k, self.v, kv_lens=self.kv_lens, **self._codes, **options)
 
     def free(self, sequences: int | Sequence[int] | None = None) -> None:
@@ -172,8 +207,8 @@ class PagedKVCache(_Storage):
     either side appends to it.
 
     Attributes: k [pages, Hkv, page_size, D] and v [pages, Hkv, page_size, Dv] ([pages, page_size, Hkv, D] for layout
-    "bnhd"), layout, page_size, free_pages (how many are left); kv_format, k_scale and v_scale, which are None for a
-    cache that is not quantised.
+    "bnhd"), layout, page_size, free_pages (how many are left), nbytes; kv_format, k_scale and v_scale, which are None
+    for a cache that is not quantised.
 
     Args:
         pages: pages in the pool.
@@ -227,6 +262,12 @@ class PagedKVCache(_Storage):
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._next = 0
+
+    def __repr__(self) -> str:
+        used = len(self._users) - len(self._free)
+        count = "1 sequence" if len(self._lengths) == 1 else f"{len(self._lengths)} sequences"
+        lengths = describe_lengths(self._lengths.values())
+        return self._describe(f"{count} of {lengths}, {used} of {len(self._users)} pages used")
 
     @property
     def free_pages(self) -> int:
@@ -288,6 +329,7 @@ class PagedKVCache(_Storage):
         Raises:
             CacheFullError: the pool has too few free pages; nothing has changed.
         """
+        refuse_own(options, "k_cache", "v_cache", "kv_lens", "block_table", *self._codes)
         sequences = _as_list(sequences)
         self._check(sequences)
         if len(set(sequences)) < len(sequences):
@@ -313,6 +355,7 @@ class PagedKVCache(_Storage):
 
     def decode(self, sequences: int | Sequence[int], q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """flash_decode() of queries [B, Hq, Lq, D] over the keys of B sequences, with any of its other options."""
+        refuse_own(options, "k", "v", "kv_lens", "block_table", *self._codes)
         lens, table = self.kv_lens(sequences), self.block_table(sequences)
         return flash_decode(q, self.k, self.v, kv_lens=lens, block_table=table, **self._codes, **options)
 

@@ -422,3 +422,49 @@ def test_a_refused_append_leaves_the_pages_as_they_were():
     assert all(torch.equal(x, y) for x, y in zip(held(cache, a), before, strict=True))
     cache.append([a, b], *new_tokens(2, 8))
     assert (cache.length(a), cache.length(b)) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "side", "k_width", "v_width", "scale"),
+    [(None, "float16", 32, 48, 0), ("int8", "int8:token", 16, 24, 8), ("int4:group32", "int4:group32", 32, 32, 8)],
+)
+def test_caches_tell_their_bytes_and_what_they_hold(kv_format, side, k_width, v_width, scale):
+    """On the device "meta", which has no memory to look at."""
+    widths = {"float16": (16, 24), "int8:token": (16, 24), "int4:group32": (64, 64)}[side]
+    options = {"value_dim": widths[1], "kv_format": kv_format, "device": "meta"}
+    dense = KVCache(3, 2, 10, widths[0], **options)
+    dense.lengths = [4, 0, 10]
+    row = k_width + v_width + scale
+    assert dense.nbytes == 3 * 2 * 10 * row
+    k, v = (f"[3, 2, 10, {width}] {side}" for width in widths)
+    what = f"k and v {k}" if k == v else f"k {k}, v {v}"
+    assert repr(dense) == f"<KVCache: {what}, bhnd, lengths 0 to 10 of 10, meta, {60 * row / 1e6:.3g} MB>"
+    pages = PagedKVCache(7, 4, 2, widths[0], layout="bnhd", **options)
+    assert pages.nbytes == 7 * 4 * 2 * row
+    pages.allocate()
+    assert f"[7, 4, 2, {widths[1]}] {side}, bnhd, 1 sequence of 0, 0 of 7 pages used, meta" in repr(pages)
+    pages = PagedKVCache(7, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH)
+    pages.append([pages.allocate(), pages.allocate()], *new_tokens(2, 5, dtype=torch.float16), new_lens=[5, 3])
+    assert "2 sequences of 3 to 5, 3 of 7 pages used, cpu" in repr(pages)
+
+
+def test_what_a_cache_sets_itself_is_refused_by_name():
+    k, v = new_tokens(1, 1)
+    q = torch.zeros(1, 2, 1, WIDTH)
+    dense = KVCache(1, HEADS, 4, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    pages = PagedKVCache(2, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
+    a = pages.allocate()
+    codes = {"layout": "bhnd", "kv_format": None, "k_scale": 1.0, "v_scale": torch.ones(2), "kv_lens": None}
+    for cache, first, table in ((dense, (), {}), (pages, (a,), {"block_table": [[0]]})):
+        for name, x in (codes | table).items():
+            got = None if x is None else type(x).__name__
+            message = f"^{name} must not be given, the cache sets it itself, got {got}$"
+            with pytest.raises(TypeError, match=message):
+                cache.append(*first, k, v, **{name: x})
+            with pytest.raises(TypeError, match=message):
+                cache.decode(*first, q, **{name: x})
+        with pytest.raises(TypeError, match=r"^k_cache must not be given"):
+            cache.append(*first, k, v, k_cache=k)
+        with pytest.raises(TypeError, match=r"^v must not be given"):
+            cache.decode(*first, q, v=v)
+    assert (dense.lengths, pages.length(a), pages.free_pages) == ([0], 0, 2)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import max_error
 from ranks import assert_all_pass, run_checks, run_ranks
 
-from flash_decoding import KVCache, PagedKVCache
+from flash_decoding import KVCache, PagedKVCache, dequantize_kv, quantize_kv, reference
 from flash_decoding.caches import CacheFullError
-from flash_decoding.distributed import ShardedKVCache
+from flash_decoding.distributed import ShardedKVCache, context_parallel_decode
 
+ROOT = Path(__file__).parents[1]
 HEADS, DIM = 2, 16
 
 
@@ -37,6 +41,9 @@ def check_dense(rank, ranks, block, layout, kv_format=None):
         for options in (dict(), dict(window=5), dict(softcap=3.0)):
             assert_same(cache.decode(q, **options), plain.decode(q, **options))
     assert cache.lengths == plain.lengths
+    lengths = f"lengths {min(cache.lengths)} to {max(cache.lengths)} in blocks of {block}"
+    assert repr(cache) == f"<ShardedKVCache: {lengths}, rank {rank} of {ranks} with {cache.cache!r}>"
+    assert cache.nbytes == cache.cache.nbytes
     # No shard is more than a block ahead of another.
     for b, length in enumerate(cache.lengths):
         share = length / ranks
@@ -105,15 +112,39 @@ def check_refused(rank, ranks):
         pages.append(*draw(1, 1))
     with pytest.raises(TypeError, match="cache must be a PagedKVCache for this, got a KVCache"):
         dense.allocate()
+    for name in ("kv_lens", "block_table", "k_scale", "shard", "group"):
+        with pytest.raises(TypeError, match=f"^{name} must not be given, the cache sets it itself, got int$"):
+            dense.decode(torch.zeros(2, 2, 1, DIM), **{name: 1})
     with pytest.raises(ValueError, match=r"new_lens must hold 2 numbers from 0 to 1, got \[2, 0\]"):
         dense.append(*draw(2, 1), new_lens=[2, 0])
+
+
+def check_documented(rank, ranks):
+    """What docs/distributed.md shows of a quantised cache."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), flags=re.DOTALL)
+    (block,) = [x for x in blocks if "quantize_kv" in x]
+    q = torch.randn(2, 4, 1, 32)
+    k, v = torch.randn(2, 2, HEADS, 7 * ranks, 32).unbind()
+    v *= torch.arange(1, 7 * ranks + 1)[:, None]  # so that every rank has scales of its own
+    shards = [[x[:, :, 7 * r : 7 * r + 7] for x in (k, v)] for r in range(ranks)]
+    k_shard, v_shard = shards[rank]
+    names = dict(q=q, k_shard=k_shard, v_shard=v_shard, k_new=k, v_new=v)
+    exec(block, names | {"context_parallel_decode": context_parallel_decode}, names)
+    stored = [quantize_kv(*shard, "int8:head") for shard in shards]
+    assert not torch.equal(stored[0].v_scale, stored[1].v_scale)
+    whole = [dequantize_kv(x.k, x.v, x.kv_format, k_scale=x.k_scale, v_scale=x.v_scale) for x in stored]
+    k_read, v_read = (torch.cat(parts, dim=2) for parts in zip(*whole, strict=True))
+    assert max_error(names["out"], reference(q, k_read, v_read)) < 1e-4
+    plain = KVCache(2, HEADS, 7 * ranks, 32, dtype=torch.float32, kv_format="int8/int4:group32")
+    plain.append(k, v)
+    assert max_error(names["out_of_new"], plain.decode(q).double()) < 1e-4
 
 
 CHECKS = {
     "tokens": (check_dense, (1, "bhnd")), "blocks": (check_dense, (3, "bnhd")), "wide": (check_dense, (64, "bhnd")),
     "codes": (check_dense, (2, "bhnd", "int8")),
     "pages": (check_pages, (4,)), "pages-by-token": (check_pages, (1,)), "pages-across": (check_pages, (6,)),
-    "full": (check_full, ()), "refused": (check_refused, ()),
+    "full": (check_full, ()), "documented": (check_documented, ()), "refused": (check_refused, ()),
 }  # fmt: skip
 
 

@@ -612,9 +612,13 @@ def test_a_decode_step_reads_the_codes_in_place(kv_format):
 def test_a_decode_cache_counts_its_bytes(kv_format, bytes_of_a_token):
     cache = DecodeCache(CONFIGS["llama"], kv_format)
     assert cache.nbytes == cache.nbytes_in_16_bits == 0
+    assert repr(cache).endswith(", empty, 0 MB>")
     for layer in range(LAYERS):
         cache.update(torch.randn(3, 1, 10, 32), torch.randn(3, 1, 10, 32), layer)
     assert cache.nbytes == LAYERS * 3 * 10 * bytes_of_a_token
+    kind = "as they come" if kv_format is None else str(KVFormat.parse(kv_format))
+    held = f"batch 3, 10 tokens with room for 64, cpu, {cache.nbytes / 1e6:.3g} MB"
+    assert repr(cache) == f"<DecodeCache: {LAYERS} layers, {kind}, {held}>"
     assert cache.nbytes_in_16_bits == LAYERS * 3 * 10 * 2 * 32 * 2
 
 

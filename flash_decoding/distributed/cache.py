@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_decoding.caches import CacheFullError, KVCache, PagedKVCache
+from flash_decoding.caches import CacheFullError, KVCache, PagedKVCache, describe_lengths, refuse_own
 from flash_decoding.distributed.agreement import find_members
 from flash_decoding.distributed.context_parallel import PendingDecode, context_parallel_decode
 from flash_decoding.distributed.sharding import Interleaved, Turns
@@ -23,7 +23,7 @@ class ShardedKVCache:
     lies on rank b % ranks, so that short sequences don't all lie on rank 0.
 
     Attributes: cache (this rank's KVCache or PagedKVCache), block, lengths (keys per whole sequence: a list for a
-    KVCache, a dictionary by sequence for a PagedKVCache).
+    KVCache, a dictionary by sequence for a PagedKVCache), nbytes (of this rank's part).
 
     Args:
         cache: this rank's part; of the same kind, size and dtype on every rank. A KVCache holds max_len keys of each
@@ -64,6 +64,18 @@ class ShardedKVCache:
             self.lengths = [0] * batch
             self._kv_lens = torch.zeros(batch, dtype=torch.int32, device=device)
             self._first_rank = torch.arange(batch, dtype=torch.int32, device=device) % self._ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self.cache.nbytes
+
+    def __repr__(self) -> str:
+        lengths = self.lengths.values() if isinstance(self.lengths, dict) else self.lengths
+        return (
+            f"<ShardedKVCache: lengths {describe_lengths(lengths)} in blocks of {self.block}, rank {self._rank} of "
+            f"{self._ranks} with {self.cache!r}>"
+        )
 
     def allocate(self) -> int:
         """A new, empty sequence of a paged cache; the same number on every rank."""
@@ -148,8 +160,12 @@ class ShardedKVCache:
         Args:
             q: [B, Hq, Lq, D], the same on every rank, in the layout of the cache.
             sequences: which sequences of a paged cache; None for a KVCache.
-            options: of context_parallel_decode(), apart from those that say where keys are.
+            options: of context_parallel_decode(), apart from those that say where keys are and what they are.
         """
+        refuse_own(
+            options, "k_shard", "v_shard", "group", "layout", "kv_lens", "block_table", "kv_format", "k_scale",
+            "v_scale", "shard",
+        )  # fmt: skip
         named = self._named(sequences)
         if isinstance(self.cache, KVCache):
             kv_lens, first_rank, held = self._kv_lens, self._first_rank, self.cache.kv_lens

@@ -179,6 +179,13 @@ class DecodeLayer(DynamicLayer):
         """Of the tokens held and their own scales; numbers without codes count as many bytes (None: their own)."""
         return sum(side.bytes_per_token(element_size) * side.codes.shape[0] * self._length for side in self._sides)
 
+    def describe(self) -> str:
+        """How much it holds, and where."""
+        if not self._sides:
+            return "empty"
+        codes = self._sides[0].codes
+        return f"batch {codes.shape[0]}, {self._length} tokens with room for {codes.shape[2]}, {codes.device}"
+
     def count_elements(self) -> int:
         """Numbers that the tokens held stand for."""
         return sum(side.codes.shape[:2].numel() * side.width * self._length for side in self._sides)
@@ -267,6 +274,12 @@ class DecodeCache(Cache):
     def nbytes(self) -> int:
         """Bytes of the tokens held, codes and scales; more is reserved for those that come."""
         return sum(layer.count_bytes() for layer in self.layers)
+
+    def __repr__(self) -> str:
+        layer = self.layers[0] if self.layers else None
+        kind = "as they come" if self.kv_format is None else str(self.kv_format)
+        what = layer.describe() if isinstance(layer, DecodeLayer) else "no layers"
+        return f"<{type(self).__name__}: {len(self.layers)} layers, {kind}, {what}, {self.nbytes / 1e6:.3g} MB>"
 
     @property
     def nbytes_in_16_bits(self) -> int:
