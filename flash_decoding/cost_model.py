@@ -42,11 +42,17 @@ class Sizes:
     itemsize: int  # bytes per element of q, k, v and out
     q_len: int = 1
     row_tiles: int = 1  # programs per KV head and split, where one does not hold all query rows; each reads K and V
+    code_bytes: int | None = None  # of a key and its value with their own scales; None: they are elements of itemsize
 
     @property
     def problems(self) -> int:
         """Independent attention problems: one per sequence and KV head."""
         return self.batch * self.heads_kv
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value, of one KV head."""
+        return (self.head_dim + self.value_dim) * self.itemsize if self.code_bytes is None else self.code_bytes
 
     @property
     def rows(self) -> int:
@@ -68,7 +74,7 @@ class Work(NamedTuple):
 
 def kv_bytes(sizes: Sizes) -> int:
     """Bytes of K and V: what must come from memory once, however many programs read it."""
-    return sizes.problems * sizes.kv_len * (sizes.head_dim + sizes.value_dim) * sizes.itemsize
+    return sizes.problems * sizes.kv_len * sizes.key_bytes
 
 
 def partial_bytes(sizes: Sizes, num_splits: int) -> int:
@@ -149,10 +155,9 @@ def predict(sizes: Sizes, num_splits: int, block_n: int, machine: Machine) -> Pr
         block_n: keys per tile; a split is a whole number of tiles, as even as can be.
     """
     lengths = split_lengths(sizes.kv_len, num_splits, block_n)
-    per_key = (sizes.head_dim + sizes.value_dim) * sizes.itemsize
     per_split = sizes.problems * sizes.row_tiles
     # A split without keys is a program too, but one that ends as it starts.
-    loads = [length * per_key for length in lengths if length for _ in range(per_split)]
+    loads = [length * sizes.key_bytes for length in lengths if length for _ in range(per_split)]
     spans = schedule(loads, machine, sizes.problems, sizes.row_tiles)
     end = max((span.stop for span in spans), default=0.0)
     worked = sum(span.stop - span.start for span in spans)

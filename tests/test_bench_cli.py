@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from flash_decoding import KVFormat, quantize_kv
+from flash_decoding.backends import load
 from flash_decoding.bench import profiling
 from flash_decoding.bench.profiling import Launch, StepProfile
 from flash_decoding.bench.results import empty_row, new_results, read_results, write_results
@@ -20,6 +23,8 @@ from flash_decoding.bench.timing import Method, Timed
 from flash_decoding.bench.workloads import SUITES, Case, Shape
 from flash_decoding.cli import bench, plan, profile
 from flash_decoding.hardware import Gpu, find_gpu
+from flash_decoding.problem import Call, make_problem
+from flash_decoding.split_plan import MIN_SHARED_MEMORY
 
 app = typer.Typer()
 app.command("bench")(bench.bench)
@@ -270,6 +275,42 @@ def test_plan_takes_several_shapes_and_a_split_count():
     assert "1 of 24 (4%)" in output
 
 
+def test_plan_of_a_cache_of_codes(tmp_path: Path):
+    file, shape = tmp_path / "plan.json", Shape(1, 32, 8, 131072, 128)
+    options = ("1,32,8,131072,128", "--gpu", "h200")
+    assert "scales" not in call("plan", *options)
+    for name, row in (
+        ("fp8_e4m3", 256), ("int8:head", 256), ("int8", 264), ("int4", 136), ("int4:group32+zero", 160),
+        ("none/int8", 388),
+    ):  # fmt: skip
+        output = call("plan", *options, "--kv-dtype", name, "--json", str(file))
+        assert f"b1-h32x8-n131072-d128 in {name}: 8 independent problems" in output
+        assert "the prediction counts their bytes alone" in output
+        numbers = json.loads(file.read_text())["plans"][0]
+        assert numbers["kv_bytes"] == 8 * 131072 * row
+        assert KVFormat.parse(numbers["kv_dtype"]) == KVFormat.parse(name)
+        assert numbers["split"]["floor_us"] == pytest.approx(2.1 + 8 * 131072 * row / 4560e3)
+    case = Case("x", "x", shape, "bfloat16", kv_format="int4:group32+zero")
+    assert case.kv_bytes == 8 * 131072 * 160
+    assert "d128 in int4 spread over ranks" in call("plan", *options, "--kv-dtype", "int4", "--ranks", "2")
+    on_cpu = call("plan", "1,32,8,4096,128", "--cpu", "--dtype", "fp32", "--kv-dtype", "int8")
+    assert "d128 in int8: 8 independent problems" in on_cpu
+    assert "bytes of K, V and scales 8.7 MB" in on_cpu
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4:group32", "int8:channel/int4", "none/int8"])
+def test_the_plan_of_codes_is_the_kernels_own(name: str):
+    h200, shape = find_gpu("h200"), Shape(2, 8, 2, 3000, 128)
+    # What the kernels take themselves to run on where there is no GPU.
+    small = replace(h200, processors=1, limits=replace(h200.limits, shared_per_program=MIN_SHARED_MEMORY))
+    k = torch.zeros(2, 2, 3000, 128)
+    cache = quantize_kv(k.half(), k.half(), name)
+    call = Call(torch.zeros(2, 8, 1, 128).half(), cache.k, cache.v, kv_format=cache.kv_format, k_scale=cache.k_scale,
+                v_scale=cache.v_scale)  # fmt: skip
+    ours = profiling.plan_of(shape, "float16", small, None, KVFormat.parse(name))
+    assert ours == load("triton").plan(make_problem(call), None, None)
+
+
 def test_plan_draws(tmp_path: Path):
     pytest.importorskip("matplotlib")
     call("plan", "--gpu", "a100", "--plot", str(tmp_path / "plan"))
@@ -291,6 +332,10 @@ def test_plan_for_the_cpu_measures_its_memory():
         (["--gpu", "h100", "--dtype", "int4"], "--dtype must be one of bfloat16, float16, float32, bf16"),
         (["--gpu", "h100", "--gpu", "a100"], "--gpu must be given once, got h100 and a100"),
         (["--gpu", "h100", "--cpu"], "--cpu must be given without --gpu"),
+        (["--gpu", "h100", "--kv-dtype", "int5"], "--kv-dtype must name a format such as 'int8'"),
+        (["1,2,2,64,80", "--gpu", "h100", "--kv-dtype", "int4"], "must have groups that divide D, 80, got int4"),
+        (["--gpu", "h100", "--kv-dtype", "int8", "--dtype", "fp32"], "--dtype must be bfloat16 or float16 for a cache"),
+        (["--gpu", "h100", "--kv-dtype", "fp8", "--ranks", "2", "--measured", "x"], "--measured must be given without"),
         (["--gpu", "h100", "--num-splits", "0"], "--num-splits must be at least 1, got 0"),
         (["1,2,2,64,64", "1,2,2,65,64", "--gpu", "h100", "--plot", "x"], "--plot must be given with one shape, got 2"),
         *[([f"1,2,2,64,{d}", "--gpu", "h100"], f"D must be a multiple of 8 from 16 to 512, got {d}") for d in BAD_D],

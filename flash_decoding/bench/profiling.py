@@ -22,9 +22,10 @@ import torch
 
 from flash_decoding.bench.measure import free_bytes
 from flash_decoding.bench.timing import Inputs, Method, Timed, capture, count_copies, make_inputs, time_graph
-from flash_decoding.bench.workloads import ITEMSIZE, Case, Shape
+from flash_decoding.bench.workloads import ITEMSIZE, Case, Shape, code_bytes
 from flash_decoding.cost_model import Sizes, Work, chunk_work, reduce_work
 from flash_decoding.hardware import Gpu, resident_programs
+from flash_decoding.quantization import KVFormat
 from flash_decoding.split_plan import Plan, Tile, choose_plan
 from flash_decoding.tuning import find_table
 
@@ -93,23 +94,32 @@ class StepProfile:
     gap_between_us: float | None  # end of a step to start of the next
 
 
-def plan_of(shape: Shape, dtype: str, gpu: Gpu, num_splits: int | None = None) -> Plan:
-    """The library's plan for a shape on a GPU."""
+def plan_of(
+    shape: Shape, dtype: str, gpu: Gpu, num_splits: int | None = None, kv_format: KVFormat | None = None
+) -> Plan:  # fmt: skip
+    """The library's plan for a shape on a GPU, with a cache of dtype or of codes."""
     s = shape
+    parts, scales = (1, 1), 0.0
+    if kv_format is not None:
+        from flash_decoding.backends.triton.codes import parts_of, scales_per_key
+
+        sides = kv_format.k, kv_format.v
+        parts, scales = tuple(map(parts_of, sides)), max(scales_per_key(s.head_dim, side) for side in sides)
     return choose_plan(
-        batch=s.batch, heads_kv=s.heads_kv, group=s.group, q_len=1, kv_len=s.kv_len, head_dim=s.head_dim,
-        value_dim=s.head_dim, element_size=ITEMSIZE[dtype], processors=gpu.processors,
-        shared_memory=gpu.limits.shared_per_program, num_splits=num_splits,
+        batch=s.batch, heads_kv=s.heads_kv, group=s.group, q_len=1, kv_len=s.kv_len, head_dim=s.head_dim // parts[0],
+        value_dim=s.head_dim // parts[1], parts=max(parts), scales=scales, element_size=ITEMSIZE[dtype],
+        processors=gpu.processors, shared_memory=gpu.limits.shared_per_program, num_splits=num_splits,
         table=find_table((gpu.device_names or (gpu.name,))[0]),
     )  # fmt: skip
 
 
-def sizes_of(shape: Shape, dtype: str, tile: Tile) -> Sizes:
+def sizes_of(shape: Shape, dtype: str, tile: Tile, kv_format: KVFormat | None = None) -> Sizes:
     """A shape as the cost model sees it when the chunk kernel works with this tile."""
     s = shape
     return Sizes(
         s.batch, s.heads_q, s.heads_kv, s.kv_len, s.head_dim, s.head_dim, ITEMSIZE[dtype],
         row_tiles=-(-s.group // tile.block_m),
+        code_bytes=code_bytes(kv_format, s.head_dim, dtype),
     )  # fmt: skip
 
 

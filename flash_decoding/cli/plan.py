@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flash_decoding.bench.workloads import ITEMSIZE, Shape, parse_shape
+from flash_decoding.bench.workloads import ITEMSIZE, Shape, code_bytes, parse_shape
 from flash_decoding.cli import fail
 from flash_decoding.cli.common import (
     DTYPE_HELP,
@@ -23,6 +24,7 @@ from flash_decoding.cli.common import (
     require_writable,
     write_json,
 )
+from flash_decoding.cli.generate import KV_DTYPE_HELP, find_kv_format, require_codes_run
 from flash_decoding.cost_model import (
     REACHABLE_SHARE,
     Machine,
@@ -34,6 +36,7 @@ from flash_decoding.cost_model import (
     reduce_work,
     shared_bytes,
 )
+from flash_decoding.quantization import KVFormat
 
 console = Console()
 # The GPU to plan for where none is named and none is present: the one that the kept results were measured on.
@@ -51,6 +54,9 @@ def plan(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="This machine's CPU instead of a GPU.")] = False,
     dtype: Annotated[str, typer.Option(help=f"{DTYPE_HELP}.")] = "bfloat16",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help=f"The cache as codes: {KV_DTYPE_HELP} [default: as --dtype]")
+    ] = None,
     num_splits: Annotated[
         int | None, typer.Option(help="Splits per problem; default: what the library chooses.")
     ] = None,
@@ -90,20 +96,40 @@ def plan(
         if plot is not None and len(shapes) > 1:
             fail(f"--plot must be given with one shape, got {len(shapes)}")
         _require_ranks(ranks, cpu, link, gpus_per_host, measured)
+        kv_format = _find_codes(kv_dtype, shapes, dtype, cpu)
+        if kv_format is not None and measured is not None:
+            fail("--measured must be given without --kv-dtype, its results are of 16-bit caches")
         target = _Cpu() if cpu else _FoundGpu(gpu[0] if gpu else None)
         if ranks and isinstance(target, _FoundGpu):
-            _plan_ranks(shapes, dtype, ranks, link, gpus_per_host, target, plot, json, measured)
+            _plan_ranks(shapes, dtype, kv_format, ranks, link, gpus_per_host, target, plot, json, measured)
             return
     except ValueError as error:
         refuse(error, shape="SHAPE", link="--link")
     console.print(target.description, highlight=False)
-    reports = [_report(one, dtype, num_splits, target) for one in shapes]
+    reports = [_report(one, dtype, kv_format, num_splits, target) for one in shapes]
     for report in reports:
         console.print(_table(report, target))
     if json is not None:
         write_json(json, _numbers(reports, target))
     if plot is not None:
         _draw(plot, reports[0], target)
+
+
+def _find_codes(kv_dtype: str | None, shapes: list[Shape], dtype: str, cpu: bool) -> KVFormat | None:
+    """The format that --kv-dtype names, of caches that can be read."""
+    import torch
+
+    kv_format = find_kv_format("--kv-dtype", kv_dtype)
+    require_codes_run(kv_format, torch.device("cpu" if cpu else "cuda"), getattr(torch, dtype))
+    if kv_format is None:
+        return None
+    if not cpu and importlib.util.find_spec("triton") is None:
+        fail("--kv-dtype needs triton, whose kernels decide how codes are read, or --cpu: pip install triton")
+    for shape in shapes:
+        for form in (kv_format.k, kv_format.v):
+            if form is not None and form.group is not None and shape.head_dim % form.group:
+                fail(f"--kv-dtype must have groups that divide D, {shape.head_dim}, got {kv_dtype}")
+    return kv_format
 
 
 def _require_ranks(
@@ -124,8 +150,8 @@ def _require_ranks(
 
 
 def _plan_ranks(
-    shapes: list[Shape], dtype: str, ranks: list[int], link: str | None, gpus_per_host: int, target: _FoundGpu,
-    plot: Path | None, json: Path | None, measured: Path | None,
+    shapes: list[Shape], dtype: str, kv_format: KVFormat | None, ranks: list[int], link: str | None,
+    gpus_per_host: int, target: _FoundGpu, plot: Path | None, json: Path | None, measured: Path | None,
 ) -> None:  # fmt: skip
     """Predict each shape on one rank, on those asked for, and on the powers of two between."""
     from flash_decoding.bench.plots import save
@@ -135,17 +161,18 @@ def _plan_ranks(
     network = find_network(link, target.gpu.compute_capability, gpus_per_host)
 
     def decode_us(shape: Shape) -> float:
-        sizes, splits, block_n, machine = target.choose(shape, dtype, None)
+        sizes, splits, block_n, machine = target.choose(shape, dtype, None, kv_format)
         return predict(sizes, splits, block_n, machine).total_us
 
     console.print(target.description, highlight=False)
     numbers = []
     for shape in shapes:
         predictions = plan_ranks.predict_each(shape, dtype, ranks, network, target.gb_per_s, decode_us)
-        console.print(plan_ranks.ranks_table(shape, predictions, network))
-        numbers.append({"shape": asdict(shape), **plan_ranks.ranks_numbers(predictions, network)})
+        console.print(plan_ranks.ranks_table(_with_codes(shape, kv_format), predictions, network))
+        facts = {"shape": asdict(shape), "kv_dtype": kv_format and str(kv_format)}
+        numbers.append(facts | plan_ranks.ranks_numbers(predictions, network))
         if plot is not None:
-            title = f"{shape} on {target.name}s, {network.inside.name}"
+            title = f"{_with_codes(shape, kv_format)} on {target.name}s, {network.inside.name}"
             speedups = {} if measured is None else plan_ranks.measured_speedups(measured, shape)
             for written in save(plan_ranks.ranks_figure(shape, predictions, title, speedups), plot):
                 console.print(f"wrote {written}")
@@ -174,19 +201,21 @@ class _FoundGpu:
             f"{self.gb_per_s:.0f} GB/s reachable ({gpu.source})"
         )
 
-    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[Sizes, int, int, Machine]:
+    def choose(
+        self, shape: Shape, dtype: str, num_splits: int | None, kv_format: KVFormat | None = None
+    ) -> tuple[Sizes, int, int, Machine]:
         """The step's sizes, splits, keys per tile, and the machine as this shape's kernel sees it."""
         from flash_decoding.bench.profiling import plan_of, sizes_of
         from flash_decoding.hardware import resident_programs
 
         itemsize = ITEMSIZE[dtype]
-        chosen = plan_of(shape, dtype, self.gpu, num_splits)
+        chosen = plan_of(shape, dtype, self.gpu, num_splits, kv_format)
         tile = chosen.tile
         shared = shared_bytes(tile.block_n, tile.block_m, tile.block_d, tile.block_dv, itemsize, tile.num_stages)
         resident = max(1, resident_programs(self.gpu.limits, shared, tile.num_warps))
         in_flight = (tile.num_stages - 1) * tile.block_n * (tile.block_d + tile.block_dv) * itemsize
         machine = Machine(self.processors, resident, self.gb_per_s, in_flight=in_flight)
-        return sizes_of(shape, dtype, tile), chosen.num_splits, tile.block_n, machine
+        return sizes_of(shape, dtype, tile, kv_format), chosen.num_splits, tile.block_n, machine
 
 
 class _Cpu:
@@ -207,32 +236,49 @@ class _Cpu:
         self.gb_per_s = measure_floor([Inputs(q, k, v)] * 2, Method()).gb_per_s
         self.description = f"{self.name}: {self.processors} threads, reads {self.gb_per_s:.1f} GB/s (measured now)"
 
-    def choose(self, shape: Shape, dtype: str, num_splits: int | None) -> tuple[Sizes, int, int, Machine]:
+    def choose(
+        self, shape: Shape, dtype: str, num_splits: int | None, kv_format: KVFormat | None = None
+    ) -> tuple[Sizes, int, int, Machine]:
         from flash_decoding.backends.cpu.threads import choose_cpu_splits
 
         splits = num_splits or choose_cpu_splits(shape.batch, shape.heads_kv, shape.kv_len, self.processors)
         sizes = Sizes(
-            shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, ITEMSIZE[dtype]
-        )
+            shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, ITEMSIZE[dtype],
+            code_bytes=code_bytes(kv_format, shape.head_dim, dtype),
+        )  # fmt: skip
         return sizes, splits, 64, Machine(self.processors, 1, self.gb_per_s)
 
 
 class _Report:
     """A shape's plan, unsplit beside split."""
 
-    def __init__(self, shape: Shape, sizes: Sizes, unsplit: Prediction, split: Prediction) -> None:
-        self.shape, self.sizes, self.unsplit, self.split = shape, sizes, unsplit, split
+    def __init__(
+        self, shape: Shape, kv_format: KVFormat | None, sizes: Sizes, unsplit: Prediction, split: Prediction
+    ) -> None:  # fmt: skip
+        self.shape, self.kv_format, self.sizes, self.unsplit, self.split = shape, kv_format, sizes, unsplit, split
 
 
-def _report(shape: Shape, dtype: str, num_splits: int | None, target: _FoundGpu | _Cpu) -> _Report:
-    sizes, splits, block_n, machine = target.choose(shape, dtype, num_splits)
-    return _Report(shape, sizes, predict(sizes, 1, block_n, machine), predict(sizes, splits, block_n, machine))
+def _report(
+    shape: Shape, dtype: str, kv_format: KVFormat | None, num_splits: int | None, target: _FoundGpu | _Cpu
+) -> _Report:  # fmt: skip
+    sizes, splits, block_n, machine = target.choose(shape, dtype, num_splits, kv_format)
+    unsplit, split = (predict(sizes, count, block_n, machine) for count in (1, splits))
+    return _Report(shape, kv_format, sizes, unsplit, split)
+
+
+def _with_codes(text: object, kv_format: KVFormat | None) -> str:
+    """A title, and how the cache is quantised."""
+    if kv_format is None:
+        return str(text)
+    from flash_decoding.bench.accuracy import label_of
+
+    return f"{text} in {label_of(str(kv_format))}"
 
 
 def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
-    sizes, unsplit, split = report.sizes, report.unsplit, report.split
+    sizes, unsplit, split, kv_format = report.sizes, report.unsplit, report.split, report.kv_format
     table = Table(
-        title=f"{report.shape}: {sizes.problems} independent problems (batch × KV heads) "
+        title=f"{_with_codes(report.shape, kv_format)}: {sizes.problems} independent problems (batch × KV heads) "
         f"for {target.processors} {target.processor}s",
         title_justify="left", box=box.SIMPLE_HEAD,
     )  # fmt: skip
@@ -252,7 +298,7 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
     row("waves", lambda p: str(p.waves))
     row("time spent on work until the last ends", lambda p: f"{p.busy_share:.0%}")
     table.add_section()
-    row("bytes of K and V", lambda p: _bytes(kv_bytes(sizes)))
+    row("bytes of K and V" if kv_format is None else "bytes of K, V and scales", lambda p: _bytes(kv_bytes(sizes)))
     if sizes.row_tiles > 1:
         row(f"read by {sizes.row_tiles} tiles of query rows", lambda p: _bytes(sizes.row_tiles * kv_bytes(sizes)))
     row("bytes of partial results, written and read", lambda p: _bytes(2 * _partials(sizes, p)))
@@ -266,6 +312,8 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
         table.caption = f"Splitting makes this step {unsplit.total_us / split.total_us:.1f} times as fast."
     else:
         table.caption = "One split is enough here: the problems fill the device, or there are too few keys to share."
+    if kv_format is not None:
+        table.caption += "\nCodes are more work for each byte than numbers; the prediction counts their bytes alone."
     if sizes.row_tiles > 1:
         table.caption += f"\n{describe_row_tiles(sizes.row_tiles)} The prediction takes all reads to be from memory."
     return table
@@ -294,6 +342,7 @@ def _numbers(reports: list[_Report], target: _FoundGpu | _Cpu) -> dict[str, obje
         "plans": [
             {
                 "shape": asdict(report.shape),
+                "kv_dtype": report.kv_format and str(report.kv_format),
                 "kv_bytes": kv_bytes(report.sizes),
                 "row_tiles": report.sizes.row_tiles,
                 "unsplit": numbers(report.unsplit),
@@ -320,4 +369,5 @@ def _title(report: _Report, target: _FoundGpu | _Cpu) -> str:
     s = report.shape
     sequences = "1 sequence" if s.batch == 1 else f"{s.batch} sequences"
     heads = "1 KV head" if s.heads_kv == 1 else f"{s.heads_kv} KV heads"
-    return f"One decode step on {target.name}: {sequences} × {heads}, {s.kv_len:,} keys, head size {s.head_dim}"
+    text = f"One decode step on {target.name}: {sequences} × {heads}, {s.kv_len:,} keys, head size {s.head_dim}"
+    return _with_codes(text, report.kv_format)

@@ -43,10 +43,10 @@ def predict_each(
     return predictions
 
 
-def ranks_table(shape: Shape, predictions: list[RankPrediction], network: Network) -> Table:
-    """One line per number of ranks."""
+def ranks_table(what: str, predictions: list[RankPrediction], network: Network) -> Table:
+    """One line per number of ranks. what: the shape, in words."""
     alone, best = predictions[0].total_us, find_turning_point(predictions)
-    table = Table(title=f"{shape} spread over ranks, µs per step; each gets all heads", title_justify="left",
+    table = Table(title=f"{what} spread over ranks, µs per step; each gets all heads", title_justify="left",
                   box=box.SIMPLE_HEAD)  # fmt: skip
     for name in ("ranks", "keys each", "decode", "travel", "merge", "in all", "speed-up", "each"):
         table.add_column(name, justify="right")
