@@ -20,8 +20,8 @@ from flash_decoding.cli.generate import (
     doing,
     find_kv_format,
     find_model,
-    first_sentence,
     load_model,
+    refusal,
     require_codes_run,
 )
 
@@ -120,7 +120,7 @@ def _measure(
                 language_model, ids, names, done=lambda name: bar.update(task, advance=1, description=f"after {name}")
             )
         except (ValueError, TypeError) as error:  # what only the model's attention calls tell
-            fail(f"--model {source.name} cannot be measured: {first_sentence(error)}")
+            fail(refusal(error, f"--model {source.name}", "measured", " ".join(names)))
     return {
         "schema": SCHEMA,
         "environment": describe_environment(("transformers",)),

@@ -36,6 +36,7 @@ OURS, THEIRS = "split_kv", "sdpa"
 _WARMUP_TOKENS = 4
 # Below this many keys a step of a small model is bound by the cost of its calls, not by the reading of keys.
 _SHORT_CONTEXT = 1024
+KV_DTYPE_HELP = "fp8, fp8_e5m2, int8, int4, with scales as int8:head, keys/values as int8:channel/int4:group32+zero."
 _FILLER = "Meanwhile it had grown dark, and along the river the lamps were lit one after another. "
 
 
@@ -53,10 +54,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help=f"auto (float32 on a CPU, bfloat16 on a GPU), {DTYPE_HELP}.")] = "auto",
     kv_dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Keep the cache as codes: fp8, fp8_e5m2, int8, int4, or with scales, as int8:head, int4:group32+zero, "
-            "int8:channel/int4:group32 (keys/values). [default: as the model computes]"
-        ),
+        typer.Option(help=f"Keep the cache as codes: {KV_DTYPE_HELP} [default: as the model computes]"),
     ] = None,
     compare: Annotated[bool, typer.Option(help="Also run the same tokens with SDPA and compare.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
@@ -94,7 +92,7 @@ def generate(
                 cache = make_cache() if implementation == OURS else None
                 run(language_model, warmup, implementation, _WARMUP_TOKENS, cache=cache)
             except (ValueError, TypeError) as error:  # what only the model's attention calls tell
-                fail(f"--model {source.name} cannot be run: {first_sentence(error)}")
+                fail(refusal(error, f"--model {source.name}", "run", kv_dtype))
 
     if context:
         progress.print(f"Reading {prompt_len} tokens ...", style="dim")
@@ -559,6 +557,13 @@ def _find_load(device: torch.device) -> str | None:
 
 def _describe(device: torch.device) -> str:
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def refusal(error: BaseException, model: str, done: str, kv_dtype: str | None) -> str:
+    """Why a model cannot be run or measured; codes that do not fit its heads are the fault of what asks for them."""
+    about_codes = str(error).startswith(("group must divide", "k must have a width", "v must have a width"))
+    what = f"--kv-dtype {kv_dtype} does not fit the heads of {model}" if about_codes else f"{model} cannot be {done}"
+    return f"{what}: {first_sentence(error)}"
 
 
 def first_sentence(error: BaseException) -> str:
