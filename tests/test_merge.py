@@ -8,6 +8,7 @@ from conftest import INTERPRETED, NO_GPU
 from helpers import DTYPES, describe, make_inputs, max_error
 
 from flash_decoding import backends, merge_states, reference
+from flash_decoding.workspace import Partial
 
 
 @pytest.fixture
@@ -89,6 +90,25 @@ def test_masses_far_apart_do_not_overflow():
     out, _ = random_states(2)
     lse = torch.stack([torch.full((2, 3), 3e5), torch.full((2, 3), -3e5)])
     assert torch.equal(merge_states(out, lse)[0], out[0])
+
+
+@pytest.mark.interpreter
+def test_partials_merge_to_the_same_bits_whatever_lies_beside_them(target):
+    """Or the two ways in which ranks communicate would differ: each merges other heads at once."""
+    acc, m, l = (torch.randn(8, 3, 24, 1, *width).to(target.device) for width in ((24,), (), ()))
+    merge = backends.load(target.backend).merge_partials
+
+    def merged(heads):
+        partial = Partial(*[x[:, :, heads].contiguous() for x in (acc, m, l.abs())])
+        out, lse = torch.empty(partial.acc.shape[1:]), torch.empty(partial.m.shape[1:])
+        out, lse = out.to(target.device), lse.to(target.device)
+        merge(partial, out, lse)
+        return out, lse
+
+    whole = merged(slice(None))
+    for at in range(0, 24, 3):
+        heads = slice(at, at + 3)
+        assert all(torch.equal(part, x[:, heads]) for part, x in zip(merged(heads), whole, strict=True))
 
 
 @pytest.mark.interpreter

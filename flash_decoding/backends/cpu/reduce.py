@@ -76,8 +76,8 @@ def merge_partials(
     top = m.amax(dim=0)
     shift = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf would be NaN
     w = torch.exp2((m - shift).double())
-    total = (w * l_each).sum(dim=0)
-    merged = (w.to(torch.float32)[..., None] * acc).sum(dim=0)
+    total = _add_up(w * l_each)
+    merged = _add_up(w.to(torch.float32)[..., None] * acc)
     if l is not None:
         assert lse is not None, "it takes m"
         out.copy_(merged)
@@ -89,3 +89,11 @@ def merge_partials(
     if sinks is not None:
         total = torch.where(total > 0, total + torch.exp2(sinks.double()[:, None] * LOG2_E - shift), total)
     out.copy_(merged / total.masked_fill(total == 0, 1.0)[..., None])
+
+
+def _add_up(parts: Tensor) -> Tensor:
+    """The sum over the first axis, in its order; that of torch.sum() depends on how much else there is."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
