@@ -165,7 +165,8 @@ class KVCache(_Storage):
         Raises:
             CacheFullError: a sequence would be longer than max_len.
         """
-        refuse_own(options, "k_cache", "v_cache", "kv_lens", *self._codes)
+        if options:
+            refuse_own(options, "k_cache", "v_cache", "kv_lens", *self._codes)
         counts = _counts(k_new, self.layout, new_lens, len(self.lengths))
         for b, (length, new) in enumerate(zip(self.lengths, counts, strict=True)):
             if length + new > self.max_len:
@@ -181,7 +182,8 @@ class KVCache(_Storage):
 
     def decode(self, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """flash_decode() of queries over the keys that every sequence holds, with any of its other options."""
-        refuse_own(options, "k", "v", "kv_lens", *self._codes)
+        if options:
+            refuse_own(options, "k", "v", "kv_lens", *self._codes)
         return flash_decode(q, self.k, self.v, kv_lens=self.kv_lens, **self._codes, **options)
 
     def free(self, sequences: int | Sequence[int] | None = None) -> None:
@@ -329,7 +331,8 @@ class PagedKVCache(_Storage):
         Raises:
             CacheFullError: the pool has too few free pages; nothing has changed.
         """
-        refuse_own(options, "k_cache", "v_cache", "kv_lens", "block_table", *self._codes)
+        if options:
+            refuse_own(options, "k_cache", "v_cache", "kv_lens", "block_table", *self._codes)
         sequences = _as_list(sequences)
         self._check(sequences)
         if len(set(sequences)) < len(sequences):
@@ -355,7 +358,8 @@ class PagedKVCache(_Storage):
 
     def decode(self, sequences: int | Sequence[int], q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """flash_decode() of queries [B, Hq, Lq, D] over the keys of B sequences, with any of its other options."""
-        refuse_own(options, "k", "v", "kv_lens", "block_table", *self._codes)
+        if options:
+            refuse_own(options, "k", "v", "kv_lens", "block_table", *self._codes)
         lens, table = self.kv_lens(sequences), self.block_table(sequences)
         return flash_decode(q, self.k, self.v, kv_lens=lens, block_table=table, **self._codes, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from numbers import Real
 from typing import NamedTuple
 
@@ -166,7 +167,8 @@ def find_errors(call: Call) -> Iterator[Exception]:
     """Every reason to refuse the call that can be told; reads no device memory unless call.check."""
     yield from find_option_errors(call)
     yield from _kind_errors(call)
-    if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in (call.q, call.k, call.v)):
+    arrays = [getattr(call, name) for name in ("q", "k", "v", *_ARRAYS, *_SCALES)]
+    if not all(isinstance(x, Tensor) for x in arrays[:3]) or any(_is_sparse(x) for x in arrays):
         return
     yield from _single_errors(call)
     if list(_format_errors(call)):
@@ -188,7 +190,13 @@ _ARRAYS = (
 )  # fmt: skip
 
 
+_INTEGERS = (torch.int32, torch.int64)
 _LENGTHS = ("kv_lens", "kv_start", "q_lens")
+_SCALES = ("k_scale", "v_scale")
+
+
+def _is_sparse(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout != torch.strided
 
 
 def find_option_errors(call: Call) -> Iterator[Exception]:
@@ -250,7 +258,9 @@ def _kind_errors(call: Call) -> Iterator[Exception]:
         x = getattr(call, name)
         if not isinstance(x, Tensor):
             yield TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        elif x.layout != torch.strided:
+    for name in ("q", "k", "v", *_ARRAYS, *_SCALES):
+        x = getattr(call, name)
+        if _is_sparse(x):
             yield TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
     for name in _ARRAYS:
         x = getattr(call, name)
@@ -382,11 +392,10 @@ def _array_errors(call: Call, batch: int, heads_q: int, q_len: int, length: int)
             yield ValueError("k must have pages of at least one key, got 0")
         if call.kv_lens is None:
             yield ValueError("kv_lens must be given with block_table, got None")
-    integers = (torch.int32, torch.int64)
     expected: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
-        "kv_lens": (integers, (batch,)),
-        "kv_start": (integers, (batch,)),
-        "q_lens": (integers, (batch,)),
+        "kv_lens": (_INTEGERS, (batch,)),
+        "kv_start": (_INTEGERS, (batch,)),
+        "q_lens": (_INTEGERS, (batch,)),
         "block_table": ((torch.int32,), (batch, None)),
         "alibi_slopes": ((torch.float32,), (heads_q,)),
         "sinks": ((torch.float32,), (heads_q,)),
@@ -439,8 +448,7 @@ def _is_int4(call: Call) -> bool:
 
 def _state_errors(call: Call) -> Iterator[Exception]:
     """What may differ between calls of one signature."""
-    yield from _single_errors(call)
-    yield from _joint_errors(call)
+    return chain(_single_errors(call), _joint_errors(call))
 
 
 def _single_errors(call: Call) -> Iterator[Exception]:
@@ -497,8 +505,10 @@ def _page_errors(call: Call) -> Iterator[Exception]:
     page_size, pages = call.k.shape[length], call.k.shape[0]
     start = torch.zeros_like(lens) if call.kv_start is None else call.kv_start
     tokens = torch.full_like(lens, call.q.shape[length]) if call.q_lens is None else call.q_lens
-    if not all(isinstance(x, Tensor) and x.shape == table.shape[:1] and x.device == table.device
-               for x in (lens, start, tokens)):  # fmt: skip
+    if not all(
+        isinstance(x, Tensor) and x.shape == table.shape[:1] and x.device == table.device and x.dtype in _INTEGERS
+        for x in (lens, start, tokens)
+    ):
         return  # named by others
     if isinstance(call.window, int):
         start = torch.maximum(start, lens - tokens - min(call.window, MAX_KV_LEN))

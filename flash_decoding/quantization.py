@@ -9,6 +9,7 @@ What does not fit saturates: finite values and infinities become the largest cod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
@@ -110,6 +111,11 @@ class CodeFormat:
     def scale_dtype(self) -> torch.dtype:
         return torch.float16 if self.scale == "group" else torch.float32
 
+    def token_bytes(self, width: int) -> int:
+        """Bytes of a row of so many elements, with the scales of its own."""
+        scales = math.prod(self.scale_shape(1, 1, 1, width)) if self.is_by_token else 0
+        return self.code_width(width) + scales * self.scale_dtype.itemsize
+
     def code_width(self, width: int) -> int:
         """The last axis of the codes of rows of so many elements."""
         return width // 2 if self.codes == "int4" else width
@@ -154,6 +160,10 @@ class KVFormat:
 
     def __repr__(self) -> str:
         return f"KVFormat.parse({str(self)!r})"
+
+    def token_bytes(self, width: int, element_size: int) -> int:
+        """Bytes of a key and its value of one head, each so wide, with the scales of their own."""
+        return sum(width * element_size if x is None else x.token_bytes(width) for x in (self.k, self.v))
 
     @staticmethod
     def parse(kv_format: str | KVFormat | None) -> KVFormat | None:
@@ -276,12 +286,8 @@ def find_scale_errors(
         width: elements of a row.
     """
     side = name.removesuffix("_scale")[-1]
-    if form.codes == "int4" and width % 8:
-        yield ValueError(f"{side} must have a width that is a multiple of 8 for int4 codes, got {width}")
-    if form.group is not None and width % form.group:
-        yield ValueError(f"group must divide the width of {side}, {width}, got {form.group}")
-        return
-    if scale is None:
+    yield from find_width_errors(side, form, width)
+    if scale is None or (form.group is not None and width % form.group):
         return
     if not isinstance(scale, Tensor):
         if form.scale != "tensor":
@@ -298,7 +304,17 @@ def find_scale_errors(
     elif form.scale in ("head", "channel", "group") and scale.numel() and not _is_dense(scale, form):
         yield ValueError(f"{name} must have contiguous rows of scales, got strides {list(scale.stride())}")
     if scale.device != codes.device and not (scale.ndim == 0 and scale.device.type == "cpu"):
-        yield ValueError(f"{name} must be on the device of {side}, {codes.device}, got {scale.device}")
+        yield ValueError(f"{name} must be on the device of the codes, {codes.device}, got {scale.device}")
+
+
+def find_width_errors(side: str, form: CodeFormat | None, width: int) -> Iterator[ValueError]:
+    """Rows of so many keys or values that a format does not fit; side: "k" or "v"."""
+    if form is None:
+        return
+    if form.codes == "int4" and width % 8:
+        yield ValueError(f"{side} must have a width that is a multiple of 8 for int4 codes, got {width}")
+    if form.group is not None and width % form.group:
+        yield ValueError(f"group must divide the width of {side}, {width}, got {form.group}")
 
 
 def _is_dense(scale: Tensor, form: CodeFormat) -> bool:
@@ -312,9 +328,11 @@ def _is_dense(scale: Tensor, form: CodeFormat) -> bool:
 def find_value_errors(name: str, scale: Tensor | float) -> Iterator[Exception]:
     """Scales that make no sense; reads them. Not those per token and group, where unused ones may hold anything."""
     if isinstance(scale, Tensor):
-        if scale.ndim > 2 or scale.dtype != torch.float32:  # another dtype is refused by itself
+        # Another dtype or layout is refused by itself.
+        if scale.ndim > 2 or scale.numel() == 0 or scale.dtype != torch.float32 or scale.layout != torch.strided:
             return
-        good = bool((scale.isfinite() & (scale != 0)).all())
+        low, high = torch.aminmax(scale.abs())  # both are NaN where one is
+        good = float(low) > 0.0 and float(high) < math.inf
     else:
         good = 2.0**-126 <= abs(scale) <= torch.finfo(torch.float32).max
     if not good:

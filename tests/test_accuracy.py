@@ -238,7 +238,7 @@ def test_wrong_options_are_refused(model_folder, text, tmp_path):
     assert_refused(run(*here, "--json", tmp_path), "--json must be a file")
     assert_refused(run("--device", "tpu"), "--device", "tpu")
     refused = run(*here, "--text", text, "--tokens", 20, "--kv-dtype", "int4:group128")
-    assert_refused(refused, "--kv-dtype int4:group128", "group must divide the width of k, 64, got 128", after=1)
+    assert_refused(refused, "--kv-dtype does not fit", "group must divide the width of k, 64, got 128", after=1)
 
 
 def test_the_figure_holds_every_format():

@@ -318,6 +318,10 @@ def test_plan_draws(tmp_path: Path):
     assert (tmp_path / "plan.svg").exists()
 
 
+def test_a_plan_of_a_cache_without_codes_is_the_plain_one():
+    assert call("plan", "--gpu", "h100", "--kv-dtype", "none/none") == call("plan", "--gpu", "h100")
+
+
 def test_plan_for_the_cpu_measures_its_memory():
     output = call("plan", "1,32,8,8192,128", "--cpu", "--dtype", "float32")
     assert "GB/s (measured now)" in output
@@ -333,7 +337,14 @@ def test_plan_for_the_cpu_measures_its_memory():
         (["--gpu", "h100", "--gpu", "a100"], "--gpu must be given once, got h100 and a100"),
         (["--gpu", "h100", "--cpu"], "--cpu must be given without --gpu"),
         (["--gpu", "h100", "--kv-dtype", "int5"], "--kv-dtype must name a format such as 'int8'"),
-        (["1,2,2,64,80", "--gpu", "h100", "--kv-dtype", "int4"], "must have groups that divide D, 80, got int4"),
+        (
+            ["1,2,2,64,80", "--gpu", "h100", "--kv-dtype", "int4"],
+            "--kv-dtype does not fit the heads of b1-h2x2-n64-d80: group must divide",
+        ),
+        (
+            ["1,2,2,64,512", "--gpu", "rtx4060", "--kv-dtype", "int4:group32"],
+            "--kv-dtype does not run on --gpu rtx4060",
+        ),
         (["--gpu", "h100", "--kv-dtype", "int8", "--dtype", "fp32"], "--dtype must be bfloat16 or float16 for a cache"),
         (["--gpu", "h100", "--kv-dtype", "fp8", "--ranks", "2", "--measured", "x"], "--measured must be given without"),
         (["--gpu", "h100", "--num-splits", "0"], "--num-splits must be at least 1, got 0"),

@@ -1,5 +1,7 @@
 """Each rejection: its type, the argument it names, and that explain() says the same. Nothing is launched."""
 
+import re
+
 import pytest
 import torch
 
@@ -123,7 +125,8 @@ REFUSED = [
     (CODES | dict(kv_format="int8:token"), TypeError, "k_scale must be a torch.Tensor for scales per token, got float"),
     (CODES | dict(k_scale=torch.ones(2).double()), TypeError, "k_scale must be float32 for scales per head, got torch.float64"),
     (CODES | dict(k_scale=torch.ones(4)[::2]), ValueError, "k_scale must have contiguous rows of scales"),
-    (CODES | dict(v_scale=torch.ones(2, device="meta")), ValueError, "v_scale must be on the device of v, cpu, got meta"),
+    (CODES | dict(v_scale=torch.ones(2, device="meta")), ValueError, "v_scale must be on the device of the codes, cpu, got meta"),
+    (CODES | dict(k_scale=torch.ones(2).to_sparse()), TypeError, "k_scale must be a dense tensor, got layout torch.sparse_coo"),
     (CODES | dict(v_scale=torch.ones(2, requires_grad=True)), ValueError, "v_scale must not require a gradient"),
     (PACKED | dict(k=INT8.view(torch.uint8)), ValueError, "k must have the head_dim of q, 64, two in a byte, 32, got 64"),
     (PACKED | dict(k_scale=GROUPS.float()), TypeError, "k_scale must be float16 for scales per group, got torch.float32"),
@@ -178,10 +181,13 @@ def test_every_reason_against_codes_is_listed():
 
 def test_reasons_against_scales_are_listed_beside_every_other():
     codes = {"k", "v", "kv_format", "k_scale", "v_scale"}
-    scales = [x for x, _, _ in REFUSED if x.get("k") is INT8 is x.get("v") and "kv_format" not in x]
-    # Without a dense q and a layout there is nothing that scales could be held against.
+    scales = [
+        x for x, _, text in REFUSED
+        if x.get("k") is INT8 is x.get("v") and "kv_format" not in x and "dense" not in text
+    ]  # fmt: skip
+    # Without dense arrays and a layout there is nothing that scales could be held against.
     others = [
-        x for x, _, _ in REFUSED
+        (x, text) for x, _, text in REFUSED
         if not codes & set(x) and isinstance(x.get("q", Q), torch.Tensor) and not x.get("q", Q).is_sparse
         and x.get("layout") != "nhd"
     ]  # fmt: skip
@@ -190,10 +196,17 @@ def test_reasons_against_scales_are_listed_beside_every_other():
     for wrong in scales:
         alone = explain(**dict(q=Q) | wrong)
         assert len(alone) == 1, alone
-        for other in others:
+        for other, text in others:
             reasons = explain(**dict(q=Q) | wrong | other)
             assert alone[0] in reasons, f"{alone[0]} is missing beside {reasons}"
-            assert len(reasons) > 1, f"{reasons} and not what {other} should give"
+            assert any(re.search(text, reason) for reason in reasons), f"{text} is missing beside {reasons}"
+
+
+def test_lengths_of_another_kind_beside_pages_are_a_reason_too():
+    table, lens = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+    pool = torch.randn(4, 2, 16, 64)
+    reasons = explain(Q, pool, pool, block_table=table, kv_lens=lens, q_lens=lens, window=3)
+    assert sum("must be int32 or int64, got torch.bool" in reason for reason in reasons) == 2, reasons
 
 
 def test_a_named_backend_never_falls_back(monkeypatch):

@@ -6,7 +6,7 @@ from helpers import assert_matches, make_inputs, max_error
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_decoding import Workspace, flash_decode
+from flash_decoding import Workspace, flash_attn_with_kvcache, flash_decode
 from flash_decoding.problem import Call
 
 pytestmark = pytest.mark.compiles
@@ -21,6 +21,17 @@ def test_fake_tensors_give_the_shapes_of_the_result(target, return_lse):
         assert (out.shape, out.dtype, out.device.type) == ((2, 4, 1, 32), torch.float16, target.device)
         if return_lse:
             assert (got[1].shape, got[1].dtype) == ((2, 4, 1), torch.float32)
+
+
+def test_make_fx_looks_into_no_scales(target):
+    q, k, _ = make_inputs(2, 4, 2, 16, 64, torch.float16, target.device)
+    codes, descale = k.transpose(1, 2).to(torch.int8), torch.full((2, 2), 0.5, device=target.device)
+
+    def decode(q, codes, descale):
+        return flash_attn_with_kvcache(q.transpose(1, 2), codes, codes, k_descale=descale, v_descale=descale)
+
+    graph = make_fx(decode, tracing_mode="fake")(q, codes, descale)
+    assert max_error(graph(q, codes, descale), decode(q, codes, descale)) == 0.0
 
 
 def test_make_fx_records_the_op(target):

@@ -370,7 +370,7 @@ def test_a_shared_prefix_with_scales_of_its_own(target, kv_format):
     refused("shared_k_scale must be None with shared=False, a window or alibi_slopes", window=5)
     refused("shared_k_scale must have shape", shared_k_scale=torch.ones(3, device=target.device))
     meta = scales["shared_k_scale"].to("meta")
-    refused(f"shared_k_scale must be on the device of k, {q.device}, got meta", shared_k_scale=meta)
+    refused(f"shared_k_scale must be on the device of the codes, {q.device}, got meta", shared_k_scale=meta)
     refused("shared_v_scale must be a torch.Tensor, a number or None, got str", TypeError, shared_v_scale="1")
     with pytest.raises(ValueError, match="shared_v_scale must be None where v has the dtype of q"):
         cascade_decode(q, *(x.half() for x in wide), prefix_len=32, shared_v_scale=1.0, backend=target.backend, **lens)

@@ -22,7 +22,7 @@ import torch
 
 from flash_decoding.bench.measure import free_bytes
 from flash_decoding.bench.timing import Inputs, Method, Timed, capture, count_copies, make_inputs, time_graph
-from flash_decoding.bench.workloads import ITEMSIZE, Case, Shape, code_bytes
+from flash_decoding.bench.workloads import ITEMSIZE, Case, Shape
 from flash_decoding.cost_model import Sizes, Work, chunk_work, reduce_work
 from flash_decoding.hardware import Gpu, resident_programs
 from flash_decoding.quantization import KVFormat
@@ -119,7 +119,7 @@ def sizes_of(shape: Shape, dtype: str, tile: Tile, kv_format: KVFormat | None = 
     return Sizes(
         s.batch, s.heads_q, s.heads_kv, s.kv_len, s.head_dim, s.head_dim, ITEMSIZE[dtype],
         row_tiles=-(-s.group // tile.block_m),
-        code_bytes=code_bytes(kv_format, s.head_dim, dtype),
+        code_bytes=None if kv_format is None else kv_format.token_bytes(s.head_dim, ITEMSIZE[dtype]),
     )  # fmt: skip
 
 

@@ -268,20 +268,6 @@ SUITES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def code_bytes(kv_format: KVFormat | None, head_dim: int, dtype: str) -> int | None:
-    """Bytes of a key and its value, of one KV head, with the scales of their own; None: there are no codes."""
-    if kv_format is None:
-        return None
-    count = 0
-    for form in (kv_format.k, kv_format.v):
-        if form is None:
-            count += head_dim * ITEMSIZE[dtype]
-            continue
-        scales = math.prod(form.scale_shape(1, 1, 1, head_dim)) if form.is_by_token else 0
-        count += form.code_width(head_dim) + scales * form.scale_dtype.itemsize
-    return count
-
-
 def parse_shape(text: str) -> Shape:
     """The shape written as B,Hq,Hkv,N,D, as in 1,32,8,8192,128."""
     parts = text.replace(" ", "").split(",")

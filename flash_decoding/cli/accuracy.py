@@ -20,10 +20,13 @@ from flash_decoding.cli.generate import (
     doing,
     find_kv_format,
     find_model,
+    first_sentence,
+    head_dim_of,
     load_model,
-    refusal,
     require_codes_run,
+    require_width,
 )
+from flash_decoding.quantization import KVFormat
 
 DEFAULT_TOKENS = 2048
 # One that is predicted, and one before it.
@@ -104,12 +107,14 @@ def _measure(
     dtype_name = str(kind).removeprefix("torch.")
     with doing(progress, f"Loading {source.name} on {target} in {dtype_name} ...", spin=source.local):
         language_model, tokenizer = load_model(source, target, kind)
+    for name in formats:
+        require_width(KVFormat.parse(name), head_dim_of(language_model), f"--model {source.name}")
     ids = tokenizer(words, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     limit = getattr(language_model.config.get_text_config(), "max_position_embeddings", tokens)
     ids = ids[: min(tokens, limit)].to(target)
     if ids.shape[0] < _FEWEST_TOKENS:
         fail(f"--text must hold at least {_FEWEST_TOKENS} tokens, got {ids.shape[0]}")
-    names = formats or choose_formats(_head_dim(language_model))
+    names = formats or choose_formats(head_dim_of(language_model))
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=progress, transient=True) as bar:
@@ -120,7 +125,7 @@ def _measure(
                 language_model, ids, names, done=lambda name: bar.update(task, advance=1, description=f"after {name}")
             )
         except (ValueError, TypeError) as error:  # what only the model's attention calls tell
-            fail(refusal(error, f"--model {source.name}", "measured", " ".join(names)))
+            fail(f"--model {source.name} cannot be measured: {first_sentence(error)}")
     return {
         "schema": SCHEMA,
         "environment": describe_environment(("transformers",)),
@@ -140,11 +145,6 @@ def _read_text(path: Path) -> str:
         fail(f"--text must be a file that can be read, got {path}: {error.strerror}")
     except UnicodeDecodeError:
         fail(f"--text must be UTF-8, got {path}, which is not")
-
-
-def _head_dim(model: Any) -> int:
-    config = model.config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _print_table(results: dict[str, Any]) -> None:

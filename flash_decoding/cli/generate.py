@@ -74,6 +74,7 @@ def generate(
     # The line is left to a download's own progress bars.
     with doing(progress, f"Loading {source.name} on {target} in {_name(kind)} ...", spin=source.local):
         language_model, tokenizer = load_model(source, target, kind)
+    require_width(kv_format, head_dim_of(language_model), f"--model {source.name}")
     inputs = _encode(tokenizer, _fill(tokenizer, context) + prompt).to(target)
     prompt_len = inputs["input_ids"].shape[1]
     _check_length(language_model, prompt_len + max_new_tokens)
@@ -92,7 +93,7 @@ def generate(
                 cache = make_cache() if implementation == OURS else None
                 run(language_model, warmup, implementation, _WARMUP_TOKENS, cache=cache)
             except (ValueError, TypeError) as error:  # what only the model's attention calls tell
-                fail(refusal(error, f"--model {source.name}", "run", kv_dtype))
+                fail(f"--model {source.name} cannot be run: {first_sentence(error)}")
 
     if context:
         progress.print(f"Reading {prompt_len} tokens ...", style="dim")
@@ -245,6 +246,20 @@ def new_cache(model: PreTrainedModel, kv_format: KVFormat, name: str, reserve: i
         return DecodeCache(model.config, kv_format, reserve=reserve)
     except ValueError as error:
         fail(f"--model {name} cannot have a cache of codes: {error}")
+
+
+def require_width(kv_format: KVFormat | None, head_dim: int, owner: str) -> None:
+    """Refuse a format that heads of this width cannot have."""
+    from flash_decoding.quantization import find_width_errors
+
+    for side in () if kv_format is None else ("k", "v"):
+        for error in find_width_errors(side, getattr(kv_format, side), head_dim):
+            fail(f"--kv-dtype does not fit the heads of {owner}: {error}")
+
+
+def head_dim_of(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _require(package: str) -> None:
@@ -557,13 +572,6 @@ def _find_load(device: torch.device) -> str | None:
 
 def _describe(device: torch.device) -> str:
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
-
-
-def refusal(error: BaseException, model: str, done: str, kv_dtype: str | None) -> str:
-    """Why a model cannot be run or measured; codes that do not fit its heads are the fault of what asks for them."""
-    about_codes = str(error).startswith(("group must divide", "k must have a width", "v must have a width"))
-    what = f"--kv-dtype {kv_dtype} does not fit the heads of {model}" if about_codes else f"{model} cannot be {done}"
-    return f"{what}: {first_sentence(error)}"
 
 
 def first_sentence(error: BaseException) -> str:

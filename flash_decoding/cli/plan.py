@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flash_decoding.bench.workloads import ITEMSIZE, Shape, code_bytes, parse_shape
+from flash_decoding.bench.workloads import ITEMSIZE, Shape, parse_shape
 from flash_decoding.cli import fail
 from flash_decoding.cli.common import (
     DTYPE_HELP,
@@ -24,7 +25,7 @@ from flash_decoding.cli.common import (
     require_writable,
     write_json,
 )
-from flash_decoding.cli.generate import KV_DTYPE_HELP, find_kv_format, require_codes_run
+from flash_decoding.cli.generate import KV_DTYPE_HELP, find_kv_format, require_codes_run, require_width
 from flash_decoding.cost_model import (
     REACHABLE_SHARE,
     Machine,
@@ -100,6 +101,8 @@ def plan(
         if kv_format is not None and measured is not None:
             fail("--measured must be given without --kv-dtype, its results are of 16-bit caches")
         target = _Cpu() if cpu else _FoundGpu(gpu[0] if gpu else None)
+        if kv_format is not None and isinstance(target, _FoundGpu):
+            target.require_memory(kv_format, shapes)
         if ranks and isinstance(target, _FoundGpu):
             _plan_ranks(shapes, dtype, kv_format, ranks, link, gpus_per_host, target, plot, json, measured)
             return
@@ -120,15 +123,13 @@ def _find_codes(kv_dtype: str | None, shapes: list[Shape], dtype: str, cpu: bool
     import torch
 
     kv_format = find_kv_format("--kv-dtype", kv_dtype)
-    require_codes_run(kv_format, torch.device("cpu" if cpu else "cuda"), getattr(torch, dtype))
-    if kv_format is None:
+    if kv_format is None or kv_format.k is kv_format.v is None:
         return None
+    require_codes_run(kv_format, torch.device("cpu" if cpu else "cuda"), getattr(torch, dtype))
     if not cpu and importlib.util.find_spec("triton") is None:
         fail("--kv-dtype needs triton, whose kernels decide how codes are read, or --cpu: pip install triton")
     for shape in shapes:
-        for form in (kv_format.k, kv_format.v):
-            if form is not None and form.group is not None and shape.head_dim % form.group:
-                fail(f"--kv-dtype must have groups that divide D, {shape.head_dim}, got {kv_dtype}")
+        require_width(kv_format, shape.head_dim, str(shape))
     return kv_format
 
 
@@ -201,6 +202,15 @@ class _FoundGpu:
             f"{self.gb_per_s:.0f} GB/s reachable ({gpu.source})"
         )
 
+    def require_memory(self, kv_format: KVFormat, shapes: list[Shape]) -> None:
+        """Refuse codes for which a program has too little memory there."""
+        from flash_decoding.backends.triton.chunk import find_group_errors
+
+        for shape, name in product(shapes, "kv"):
+            memory = self.gpu.limits.shared_per_program
+            for error in find_group_errors(name, getattr(kv_format, name), shape.head_dim, memory):
+                fail(f"--kv-dtype does not run on --gpu {self.gpu.key}: {error}")
+
     def choose(
         self, shape: Shape, dtype: str, num_splits: int | None, kv_format: KVFormat | None = None
     ) -> tuple[Sizes, int, int, Machine]:
@@ -244,7 +254,7 @@ class _Cpu:
         splits = num_splits or choose_cpu_splits(shape.batch, shape.heads_kv, shape.kv_len, self.processors)
         sizes = Sizes(
             shape.batch, shape.heads_q, shape.heads_kv, shape.kv_len, shape.head_dim, shape.head_dim, ITEMSIZE[dtype],
-            code_bytes=code_bytes(kv_format, shape.head_dim, dtype),
+            code_bytes=None if kv_format is None else kv_format.token_bytes(shape.head_dim, ITEMSIZE[dtype]),
         )  # fmt: skip
         return sizes, splits, 64, Machine(self.processors, 1, self.gb_per_s)
 

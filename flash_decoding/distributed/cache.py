@@ -163,8 +163,7 @@ class ShardedKVCache:
             options: of context_parallel_decode(), apart from those that say where keys are and what they are.
         """
         refuse_own(
-            options, "k_shard", "v_shard", "group", "layout", "kv_lens", "block_table", "kv_format", "k_scale",
-            "v_scale", "shard",
+            options, "k_shard", "v_shard", "group", "shard", "kv_lens", "block_table", *self.cache._codes,
         )  # fmt: skip
         named = self._named(sequences)
         if isinstance(self.cache, KVCache):

@@ -95,10 +95,7 @@ class _Side:
         """Of one sequence, scales of the token's own included; numbers without codes count as many bytes."""
         if self.form is None:
             return self.codes.shape[1] * self.width * (element_size or self.codes.element_size())
-        scales = 0
-        if self.scale is not None and self.form.is_by_token:
-            scales = self.scale[:1, :, :1].nbytes
-        return self.codes[:1, :, :1].nbytes + scales
+        return self.codes.shape[1] * self.form.token_bytes(self.width)
 
     def held(self, length: int) -> CachedSide:
         return CachedSide(self.codes, self.form, self.scale, self.width).first(length)

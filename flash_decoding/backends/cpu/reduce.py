@@ -93,7 +93,8 @@ def merge_partials(
 
 def _add_up(parts: Tensor) -> Tensor:
     """The sum over the first axis, in its order; that of torch.sum() depends on how much else there is."""
-    total = parts[0].clone()
-    for part in parts[1:]:
+    first, *others = parts.unbind()
+    total = first.clone()
+    for part in others:
         total += part
     return total

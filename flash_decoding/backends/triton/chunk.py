@@ -48,6 +48,7 @@ from flash_decoding.backends.triton.tile_io import (
     visible_range,
 )
 from flash_decoding.problem import Problem
+from flash_decoding.quantization import CodeFormat
 from flash_decoding.split_plan import Plan
 from flash_decoding.workspace import Partial
 
@@ -312,11 +313,17 @@ def find_word_errors(problem: Problem, shared_memory: float) -> Iterator[Excepti
         if not _fits(codes, 2):
             where = "an odd one" if codes.data_ptr() % 2 else f"strides {list(codes.stride())}"
             yield ValueError(f"{name} must have codes at an even address and with even strides on a GPU, got {where}")
-        if scales_per_key(width, form) == math.inf and width > 256 and shared_memory < _WIDE_GROUPS_MEMORY:
-            yield ValueError(
-                f"{name} must have groups of at least {width // 4} elements, or be at most 256 wide, on a GPU with "
-                f"{shared_memory} bytes of shared memory per program, got groups of {form.group} and {width}"
-            )
+        yield from find_group_errors(name, form, width, shared_memory)
+
+
+def find_group_errors(name: str, form: CodeFormat | None, width: int, shared_memory: float) -> Iterator[ValueError]:
+    """Groups for which a program has too little memory."""
+    if scales_per_key(width, form) == math.inf and width > 256 and shared_memory < _WIDE_GROUPS_MEMORY:
+        assert form is not None, "it has scales"
+        yield ValueError(
+            f"{name} must have groups of at least {width // 4} elements, or be at most 256 wide, on a GPU with "
+            f"{shared_memory} bytes of shared memory per program, got groups of {form.group} and {width}"
+        )
 
 
 def _fits(x: Tensor, count: int) -> bool:
