@@ -30,6 +30,9 @@ README_RESULTS := benchmarks/results/nvidia-h200/article.json benchmarks/results
 # What the table and picture of docs/performance.md are drawn from, where it was measured.
 QUANTISED_RESULTS := $(wildcard benchmarks/results/nvidia-h200/quantised.json)
 
+# What the picture of docs/distributed.md shows beside the prediction.
+DISTRIBUTED_RESULTS := benchmarks/results/nvidia-h200/distributed.json
+
 # What the table and picture of docs/quantization.md are drawn from.
 ACCURACY_RESULTS := benchmarks/results/amd-epyc/accuracy.json
 
@@ -68,6 +71,7 @@ results: $(DEMO)
 ifneq ($(QUANTISED_RESULTS),)
 	$(BIN)/flash-decoding bench --report $(QUANTISED_RESULTS) --plot docs/images/quantised --readme docs/performance.md
 endif
+	$(BIN)/flash-decoding plan 1,32,8,1048576,128 --gpu h200 --ranks 8 --plot docs/images/scaling --measured $(DISTRIBUTED_RESULTS)
 	$(BIN)/flash-decoding accuracy --report $(ACCURACY_RESULTS) --plot docs/images/accuracy --readme docs/quantization.md
 
 clean:

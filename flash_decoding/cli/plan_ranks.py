@@ -93,8 +93,8 @@ def ranks_figure(shape: Shape, predictions: list[RankPrediction], title: str, me
     if measured:
         axes.plot(*zip(*sorted(measured.items()), strict=True), color=INK, marker="s", linestyle="none",
                   label="measured")  # fmt: skip
-    axes.annotate(f"{best.ranks} ranks, {best.total_us:.0f} µs", (best.ranks, alone / best.total_us), (0, 8),
-                  textcoords="offset points", ha="center", color=INK, fontsize=9)  # fmt: skip
+    axes.annotate(f"{best.ranks} ranks, {best.total_us:.0f} µs", (best.ranks, alone / best.total_us), (0, -40),
+                  textcoords="offset points", ha="right", color=INK, fontsize=9)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(ranks, [str(count) for count in ranks])
