@@ -33,6 +33,8 @@ _MAX_RAGGED_BATCH = 1024
 _MAX_TILES = 2**31 - 2**16
 # What the compiler keeps in shared memory besides the pipeline of K and V tiles: q, p and reductions over warps.
 _SHARED_BESIDES_PIPELINE = 8 * 1024
+# What CUDA keeps of it for each program, and a key's scale takes, with its zero point.
+_SHARED_RESERVED, _SCALE_BYTES = 1024, 4
 # The least among the architectures that the kernels are for (sm_86, sm_89), in bytes per program.
 MIN_SHARED_MEMORY = 99 * 1024
 # What a table of measured settings tells apart: kinds of calls, and how much of K and V a call may read, as the lower
@@ -123,7 +125,7 @@ def choose_tile(
     *,
     paged: bool = False,
     ragged: bool = False,
-    parts: int = 1,
+    parts: tuple[int, int] = (1, 1),
     scales: float = 0,
 ) -> Tile:
     """The tile of the GPU's chunk kernel. Never looks at batch or length, so that neither changes a result's bits.
@@ -133,7 +135,7 @@ def choose_tile(
         shared_memory: bytes that one program may use on the device.
         paged: whether rows are found through a block table.
         ragged: whether the batch is cut into pieces, which want to be many and small.
-        parts: quantised elements in each of the 16-bit words that head_dim and value_dim then count.
+        parts: quantised elements of K and of V in each of the 16-bit words that head_dim and value_dim then count.
         scales: how many of its own multiply the scores or weights of a key: 0 where none are by key, 1 per token, the
             groups of 4-bit codes, and infinity where they multiply elements.
     """
@@ -142,7 +144,8 @@ def choose_tile(
         # Padding to the next power of two would not fit; two parts are two products.
         block_d //= 2
         rest_d = max(next_power_of_2(head_dim - block_d), 16)
-    widest, rows = max(block_d, block_dv) * parts, next_power_of_2(group * q_len)
+    widest, rows = max(block_d * parts[0], block_dv * parts[1]), next_power_of_2(group * q_len)
+    most = max(parts)
     if element_size == 4:
         # Exact float32 is multiplied out in registers, so rows * keys * width elements must fit there; and from 16
         # rows on Triton would turn that product into a dot with TF32.
@@ -165,15 +168,16 @@ def choose_tile(
             warps = 2
         # Two buffers and their page ids hide the hop from an id to its rows better than three.
         buffers = 2 if paged or ragged else 3
-    if parts > 1:
+    if most > 1:
         # More rows would not fit into registers beside the parts.
-        block_m = min(block_m, (64 if parts == 2 else 32) if widest <= 128 else 16)
+        block_m = min(block_m, (64 if most == 2 else 32) if widest <= 128 else 16)
         if scales == math.inf:
             block_n, buffers = 16, 1  # their scales take more room than they
         elif widest <= 128:
             # Scales by key cross warps on their way to scores; without them wide tiles have less to do per key.
-            small = ragged or scales > 2 or (parts == 4 and block_m > 16)
-            block_n, warps, buffers = (32, 1, 2) if small else (64, 1, 2) if parts == 4 else (32, 1, 3)
+            # Codes of 4 bits beside wider elements spill in tiles of 64 keys.
+            small = ragged or scales > 2 or (most == 4 and (block_m > 16 or parts != (4, 4)))
+            block_n, warps, buffers = (32, 1, 2) if small else (64, 1, 2) if most == 4 else (32, 1, 3)
             if scales == 0 and not ragged:
                 block_n, warps, buffers = (128, 4, 2) if widest == 128 and block_m == 16 else (64, 1, 3)
     tile = Tile(block_m, block_n, block_d, block_dv, min(block_m // 16 * warps, 8), 1, rest_d)
@@ -230,7 +234,7 @@ def choose_plan(
     paged: bool = False,
     window: int | None = None,
     ragged: bool = False,
-    parts: int = 1,
+    parts: tuple[int, int] = (1, 1),
     scales: float = 0,
     num_splits: int | None = None,
     split_size: int | None = None,
@@ -261,22 +265,22 @@ def choose_plan(
         return Plan(max(1, -(-kv_len // split_size)), split_size, tile)
     if num_splits is None:
         programs = None
-        if table is not None and element_size == 2 and parts == 1:  # exact float32 has tiles of another kind
+        if table is not None and element_size == 2 and max(parts) == 1:  # exact float32 has tiles of another kind
             kv_bytes = batch * heads_kv * kv_len * (head_dim + value_dim) * element_size
             setting = table.settings.get(find_key(tile, kv_bytes, paged=paged, ragged=ragged))
             if setting is not None:
                 tile = apply_setting(tile, setting, element_size, shared_memory, paged)
                 programs = setting.programs
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
-        slots = processors * (programs or programs_per_processor(tile, element_size, parts))
+        slots = processors * (programs or programs_per_processor(tile, element_size, shared_memory, parts, scales))
         tiles = -(-kv_len // tile.block_n)
         cut = ragged and 0 < batch <= _MAX_RAGGED_BATCH and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES
         if cut and problems:
-            per_processor = _PIECES_PER_PROCESSOR if parts == 1 else _PIECES_OF_CODES
+            per_processor = _PIECES_PER_PROCESSOR if max(parts) == 1 else _PIECES_OF_CODES
             pieces = min(per_processor * processors, problems * tiles // _TILES_PER_PIECE)
             at_once = min(slots, pieces)
             return Plan(at_once if all_run_at_once(problems, at_once) else pieces, None, tile, at_once)
-        num_splits = choose_num_splits(problems, tiles, slots, _SLACK if parts == 1 else _SLACK_OF_CODES)
+        num_splits = choose_num_splits(problems, tiles, slots, _SLACK if max(parts) == 1 else _SLACK_OF_CODES)
     return Plan(num_splits, None, tile)
 
 
@@ -285,11 +289,18 @@ def all_run_at_once(problems: int, at_once: int) -> bool:
     return 2 * problems <= at_once
 
 
-def programs_per_processor(tile: Tile, element_size: int, parts: int = 1) -> int:
-    """How many programs of the chunk kernel keep one processor's share of the memory system busy."""
+def programs_per_processor(
+    tile: Tile, element_size: int, shared_memory: int, parts: tuple[int, int] = (1, 1), scales: float = 0
+) -> int:  # fmt: skip
+    """How many programs of the chunk kernel keep one processor's share of the memory system busy, and fit there."""
     if element_size == 4:
         return 2  # their tiles are in registers, where two programs fit
-    return -(-_BYTES_IN_FLIGHT[parts] // (tile.buffers * _tile_bytes(tile, element_size)))
+    in_flight = tile.buffers * _tile_bytes(tile, element_size)
+    # One that does not fit beside the others is a second wave. A processor has little more than a program may use.
+    queries = tile.block_m * tile.block_d * parts[0] * element_size
+    scaling = tile.buffers * tile.block_n * 2 * _SCALE_BYTES * int(min(scales, 8))
+    most = shared_memory // (in_flight + queries + scaling + _SHARED_RESERVED)
+    return max(1, min(-(-_BYTES_IN_FLIGHT[max(parts)] // in_flight), most))
 
 
 @lru_cache(maxsize=4096)

@@ -106,13 +106,15 @@ def test_latent_attention_fits(heads, arch):
 
 
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "int8:channel/fp8_e5m2:head", "int4:group32+zero", "none/int4"])
+@pytest.mark.parametrize(
+    "name", ["fp8_e4m3", "int8", "int8:channel/fp8_e5m2:head", "int4:group32+zero", "none/int4", "fp8/int4"]
+)
 def test_codes_fit_and_keep_their_pipeline(name, arch):
     """Also e4m3 on sm_80, which has no instruction for it."""
     kv_format = KVFormat.parse(name)
     sides = (kv_format.k, kv_format.v)
     parts, scales = [parts_of(side) for side in sides], max(scales_per_key(128, side) for side in sides)
-    tile = choose_tile(4, 1, 128 // parts[0], 128 // parts[1], 2, SHARED[arch], parts=max(parts), scales=scales)
+    tile = choose_tile(4, 1, 128 // parts[0], 128 // parts[1], 2, SHARED[arch], parts=tuple(parts), scales=scales)
     built = compile_chunk(torch.bfloat16, 4, 128, 128, tile, arch, kv_format=kv_format)
     assert built.spills <= 16, "what spills does so once, outside the loop"
     assert built.shared_bytes <= SHARED[arch]

@@ -4,6 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash_decoding.bench.profiling import plan_of
+from flash_decoding.bench.workloads import Shape
+from flash_decoding.cost_model import shared_bytes
+from flash_decoding.hardware import known_gpus, resident_programs
+from flash_decoding.quantization import KVFormat
 from flash_decoding.split_plan import (
     MIN_SHARED_MEMORY,
     SIZES_MB,
@@ -208,4 +213,28 @@ class TestTable:
 )
 def test_measured_quantised_caches_get_a_measured_good_count(parts, scales, shape, least, most):
     """Widths in 16-bit words, of 128 elements; counts from benchmarks/sweeps/nvidia-h200-codes.json."""
-    assert least <= plan(*shape, parts=parts, scales=scales).num_splits <= most
+    assert least <= plan(*shape, parts=(parts, parts), scales=scales).num_splits <= most
+
+
+@pytest.mark.parametrize("words", [(128, 32), (64, 32), (32, 128)], ids=["none/int4", "int8/int4", "int4/none"])
+def test_codes_of_different_widths_are_as_wide_as_their_elements(words):
+    """Heads of 128 either way: not as wide as the words of one side times the elements in those of the other."""
+    parts = tuple(128 // width for width in words)
+    tile = choose_tile(4, 1, *words, 2, 227 * 1024, parts=parts)
+    assert tile.block_n >= 32
+    assert (tile.block_d, tile.block_dv) == words
+
+
+@pytest.mark.parametrize("kv_format", [None, "fp8", "int8:token", "int4", "none/int4", "int8/int4:group32+zero"])
+@pytest.mark.parametrize("gpu", known_gpus().values(), ids=lambda gpu: gpu.key)
+def test_waves_of_a_long_cache_are_full_on_every_gpu(gpu, kv_format):
+    """No program too many for the shared memory of the processors, which a nearly empty wave would be for."""
+    shape = Shape(1, 32, 8, 131072, 128)
+    chosen = plan_of(shape, "bfloat16", gpu, kv_format=KVFormat.parse(kv_format))
+    tile = chosen.tile
+    shared = shared_bytes(tile.block_n, tile.block_m, tile.block_d, tile.block_dv, 2, tile.num_stages)
+    slots = gpu.processors * resident_programs(gpu.limits, shared + 1280, tile.num_warps)  # scales take some too
+    programs = shape.heads_kv * chosen.num_splits
+    if programs > slots:
+        assert programs / slots / -(-programs // slots) > 0.9
+    assert programs > 0.8 * gpu.processors

@@ -99,15 +99,15 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The library's plan for a shape on a GPU, with a cache of dtype or of codes."""
     s = shape
-    parts, scales = (1, 1), 0.0
+    k_parts, v_parts, scales = 1, 1, 0.0
     if kv_format is not None:
         from flash_decoding.backends.triton.codes import parts_of, scales_per_key
 
         sides = kv_format.k, kv_format.v
-        parts, scales = tuple(map(parts_of, sides)), max(scales_per_key(s.head_dim, side) for side in sides)
+        (k_parts, v_parts), scales = map(parts_of, sides), max(scales_per_key(s.head_dim, side) for side in sides)
     return choose_plan(
-        batch=s.batch, heads_kv=s.heads_kv, group=s.group, q_len=1, kv_len=s.kv_len, head_dim=s.head_dim // parts[0],
-        value_dim=s.head_dim // parts[1], parts=max(parts), scales=scales, element_size=ITEMSIZE[dtype],
+        batch=s.batch, heads_kv=s.heads_kv, group=s.group, q_len=1, kv_len=s.kv_len, head_dim=s.head_dim // k_parts,
+        value_dim=s.head_dim // v_parts, parts=(k_parts, v_parts), scales=scales, element_size=ITEMSIZE[dtype],
         processors=gpu.processors, shared_memory=gpu.limits.shared_per_program, num_splits=num_splits,
         table=find_table((gpu.device_names or (gpu.name,))[0]),
     )  # fmt: skip

@@ -29,7 +29,7 @@ def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Pl
     k_parts, v_parts = (parts_of(x) for x in sides or (None, None))
     return choose_plan(
         batch=p.batch, heads_kv=p.heads_kv, group=p.group, q_len=p.q_len, kv_len=p.kv_len,
-        head_dim=p.head_dim // k_parts, value_dim=p.value_dim // v_parts, parts=max(k_parts, v_parts),
+        head_dim=p.head_dim // k_parts, value_dim=p.value_dim // v_parts, parts=(k_parts, v_parts),
         scales=max((scales_per_key(*x) for x in zip((p.head_dim, p.value_dim), sides, strict=False)), default=0),
         element_size=p.q.element_size(), paged=p.page_size is not None,
         window=p.window, ragged=p.batch > 1 and p.kv_lens is not None, num_splits=num_splits, split_size=split_size,
