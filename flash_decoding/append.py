@@ -13,12 +13,9 @@ from flash_decoding.accepted import Accepted
 from flash_decoding.op import is_traced, register_op
 from flash_decoding.problem import (
     DTYPES,
-    HEAD_DIM_STEP,
     LAYOUTS,
-    MAX_HEAD_DIM,
     MAX_KV_LEN,
-    MAX_VALUE_DIM,
-    MIN_HEAD_DIM,
+    find_dim_errors,
 )
 from flash_decoding.quantization import (
     CodeFormat,
@@ -351,9 +348,7 @@ def _array_errors(call: AppendCall) -> Iterator[Exception]:
         x = getattr(call, name)
         if list(x.shape) != shape:
             yield ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
-    for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
-        if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= most:
-            yield ValueError(f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}, got {width}")
+    yield from find_dim_errors(head_dim, value_dim)
     if table is not None and k_cache.shape[length] == 0:
         yield ValueError("k_cache must have pages of at least one key, got 0")
     if _capacity(call) > MAX_KV_LEN:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_decoding.api import flash_decode
 from flash_decoding.append import append_kv
-from flash_decoding.problem import LAYOUTS
+from flash_decoding.problem import DTYPES, LAYOUTS, find_dim_errors
 from flash_decoding.quantization import (
     CodeFormat,
     KVFormat,
@@ -63,8 +63,12 @@ class _Storage:
     ) -> None:  # fmt: skip
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {list(LAYOUTS)}, got {layout!r}")
-        self.layout = layout
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}; kv_format names codes")
         widths, middle = (head_dim, head_dim if value_dim is None else value_dim), (heads, length)
+        for error in find_dim_errors(*widths):
+            raise error
+        self.layout = layout
         rows = (first, *(middle if layout == "bhnd" else middle[::-1]))
         (self.k, self.k_scale, k), (self.v, self.v_scale, v) = (
             _make_side(*side, rows, dtype, device, layout)
@@ -139,6 +143,7 @@ class KVCache(_Storage):
         k_scale: Tensor | float | None = None,
         v_scale: Tensor | float | None = None,
     ) -> None:
+        _check_sizes(batch=batch, heads_kv=heads_kv, max_len=max_len, head_dim=head_dim, value_dim=value_dim)
         super().__init__(
             batch, heads_kv, max_len, head_dim, value_dim, dtype, device, layout, kv_format, k_scale, v_scale
         )  # fmt: skip
@@ -166,7 +171,7 @@ class KVCache(_Storage):
             CacheFullError: a sequence would be longer than max_len.
         """
         if options:
-            refuse_own(options, "k_cache", "v_cache", "kv_lens", *self._codes)
+            refuse_own(options, "k_cache", "v_cache", "kv_lens", "block_table", *self._codes)
         counts = _counts(k_new, self.layout, new_lens, len(self.lengths))
         for b, (length, new) in enumerate(zip(self.lengths, counts, strict=True)):
             if length + new > self.max_len:
@@ -183,15 +188,15 @@ class KVCache(_Storage):
     def decode(self, q: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """flash_decode() of queries over the keys that every sequence holds, with any of its other options."""
         if options:
-            refuse_own(options, "k", "v", "kv_lens", *self._codes)
+            refuse_own(options, "k", "v", "kv_lens", "block_table", *self._codes)
         return flash_decode(q, self.k, self.v, kv_lens=self.kv_lens, **self._codes, **options)
 
     def free(self, sequences: int | Sequence[int] | None = None) -> None:
         """Empty some sequences, one, or all (None): their memory is written anew by the next append."""
         emptied = list(range(len(self.lengths))) if sequences is None else _as_list(sequences)
         for b in emptied:
-            if not isinstance(b, Integral) or not 0 <= b < len(self.lengths):
-                raise ValueError(f"sequences must lie from 0 to {len(self.lengths) - 1}, got {b}")
+            if not _is_int(b) or not 0 <= b < len(self.lengths):
+                raise ValueError(f"sequences must be ints from 0 to {len(self.lengths) - 1}, got {b!r}")
         for b in emptied:
             self.lengths[b] = 0
         self.kv_lens.copy_(_to_device(self.lengths, self.k.device))
@@ -253,6 +258,7 @@ class PagedKVCache(_Storage):
         k_scale: Tensor | float | None = None,
         v_scale: Tensor | float | None = None,
     ) -> None:
+        _check_sizes(pages=pages, page_size=page_size, heads_kv=heads_kv, head_dim=head_dim, value_dim=value_dim)
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         super().__init__(
@@ -287,6 +293,8 @@ class PagedKVCache(_Storage):
         self._check([sequence])
         most = self._lengths[sequence]
         length = most if length is None else length
+        if not _is_int(length):
+            raise TypeError(f"length must be an int or None, got {type(length).__name__}")
         if not 0 <= length <= most:
             raise ValueError(f"length must lie from 0 to {most}, what sequence {sequence} holds, got {length}")
         child = self.allocate()
@@ -361,6 +369,8 @@ class PagedKVCache(_Storage):
         if options:
             refuse_own(options, "k", "v", "kv_lens", "block_table", *self._codes)
         lens, table = self.kv_lens(sequences), self.block_table(sequences)
+        if isinstance(q, Tensor) and q.ndim and q.shape[0] != lens.shape[0]:
+            raise ValueError(f"q must have one row per sequence, {lens.shape[0]}, got {q.shape[0]}")
         return flash_decode(q, self.k, self.v, kv_lens=lens, block_table=table, **self._codes, **options)
 
     def block_table(self, sequences: int | Sequence[int]) -> Tensor:
@@ -463,6 +473,21 @@ def _make_scale(
     return place_scale(scale, codes.device)
 
 
+def _is_int(x: object) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    """Sizes of a cache by their names; the widths are checked further by what looks at both."""
+    for name, size in sizes.items():
+        if size is None and name == "value_dim":
+            continue
+        if size is None or not _is_int(size):
+            raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+        if size < 0:
+            raise ValueError(f"{name} must be at least 0, got {size}")
+
+
 def _as_list(sequences: int | Sequence[int]) -> list[int]:
     if isinstance(sequences, Integral):
         return [int(sequences)]
@@ -486,7 +511,9 @@ def _counts(k_new: Tensor, layout: str, new_lens: Sequence[int] | None, batch: i
         return [new] * batch
     if not isinstance(new_lens, Iterable):
         raise TypeError(f"new_lens must be a list of ints or None, got {type(new_lens).__name__}")
-    counts = [int(x) for x in new_lens]
+    counts = list(new_lens)
+    if not all(_is_int(x) for x in counts):
+        raise TypeError(f"new_lens must be a list of ints or None, got {counts}")
     if len(counts) != batch or not all(0 <= x <= new for x in counts):
         raise ValueError(f"new_lens must hold {batch} numbers from 0 to {new}, got {counts}")
     return counts

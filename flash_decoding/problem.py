@@ -334,9 +334,7 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
     if element_width(k_side, k) != head_dim:
         packed = f", two in a byte, {head_dim / 2:g}" if k.shape[3] != element_width(k_side, k) else ""
         yield ValueError(f"k must have the head_dim of q, {head_dim}{packed}, got {k.shape[3]}")
-    for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
-        if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= most:
-            yield ValueError(f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}, got {width}")
+    yield from find_dim_errors(head_dim, value_dim)
     capacity = _capacity(call)
     if capacity > MAX_KV_LEN:
         yield ValueError(f"k must hold at most {MAX_KV_LEN} keys, got {capacity}")
@@ -359,7 +357,7 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"out must have shape {list(out_shape)}, got {list(out.shape)}")
         if out.device != q.device:
             yield ValueError(f"out must be on the device of q, {q.device}, got {out.device}")
-        if out.numel() and out.stride(-1) != 1:
+        if out.ndim and out.numel() and out.stride(-1) != 1:
             yield ValueError(f"out must have a contiguous last axis, got strides {list(out.stride())}")
         if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
             yield ValueError(f"out must not overlap itself, got strides {list(out.stride())}")
@@ -370,6 +368,13 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
             yield ValueError(f"lse must be contiguous with shape {list(lse_shape)}, got {list(lse.shape)}")
         if lse.device != q.device:
             yield ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
+
+
+def find_dim_errors(head_dim: int, value_dim: int) -> Iterator[ValueError]:
+    """Widths that no kernel takes."""
+    for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("value_dim", value_dim, MAX_VALUE_DIM)):
+        if width % HEAD_DIM_STEP != 0 or not MIN_HEAD_DIM <= width <= most:
+            yield ValueError(f"{name} must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {most}, got {width}")
 
 
 def _other_layout(call: Call) -> str:
@@ -477,7 +482,9 @@ def _joint_errors(call: Call) -> Iterator[Exception]:
         )
     outside = False
     for name, lens in (("kv_lens", call.kv_lens), ("kv_start", call.kv_start), ("q_lens", call.q_lens)):
-        if not isinstance(lens, Tensor) or lens.numel() == 0 or not _may_read(lens, call):
+        if not isinstance(lens, Tensor) or lens.dtype not in _INTEGERS or lens.numel() == 0:
+            continue
+        if not _may_read(lens, call):
             continue
         length = 2 if call.layout == "bhnd" else 1
         most, what = (

@@ -298,6 +298,23 @@ def test_unknown_and_repeated_sequences_are_refused():
         PagedKVCache(3, 0, HEADS, WIDTH)
     with pytest.raises(ValueError, match="layout must be one of"):
         KVCache(1, HEADS, 4, WIDTH, layout="nhd")
+    for wrong in (2.0, "x", True):
+        with pytest.raises(TypeError, match=f"length must be an int or None, got {type(wrong).__name__}"):
+            cache.fork(b, wrong)
+    assert "1 sequence of 0" in repr(cache)
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match="dtype must be float16, bfloat16 or float32, got"):
+            KVCache(1, HEADS, 4, WIDTH, dtype=dtype)
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 8 from 16 to 576, got 20"):
+        PagedKVCache(3, 4, HEADS, 20)
+    with pytest.raises(ValueError, match="max_len must be at least 0, got -1"):
+        KVCache(1, HEADS, -1, WIDTH)
+    with pytest.raises(TypeError, match="pages must be an int, got float"):
+        PagedKVCache(3.0, 4, HEADS, WIDTH)
+    with pytest.raises(TypeError, match="new_lens must be a list of ints"):
+        cache.append([b], *new_tokens(1, 2), new_lens=[1.5])
+    with pytest.raises(ValueError, match="q must have one row per sequence, 1, got 2"):
+        cache.decode([b], torch.randn(2, 2 * HEADS, 1, WIDTH))
     with pytest.raises(ValueError, match="one row per sequence, 1, got"):
         cache.append([b], *new_tokens(2, 1))
     with pytest.raises(ValueError, match="new_lens must hold 1 numbers from 0 to 2"):
@@ -340,7 +357,7 @@ def test_a_refused_free_empties_nothing():
     dense = KVCache(2, HEADS, 8, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
     dense.append(*new_tokens(2, 3))
     for wrong in ([0, 2], [0, -1], [0, "1"], 2):
-        with pytest.raises(ValueError, match="sequences must lie from 0 to 1"):
+        with pytest.raises(ValueError, match="sequences must be ints from 0 to 1"):
             dense.free(wrong)
     with pytest.raises(TypeError, match="sequences must be an int or a list of ints, got float"):
         dense.free(0.5)
@@ -454,9 +471,10 @@ def test_what_a_cache_sets_itself_is_refused_by_name():
     dense = KVCache(1, HEADS, 4, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
     pages = PagedKVCache(2, 4, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=torch.float32)
     a = pages.allocate()
-    codes = {"layout": "bhnd", "kv_format": None, "k_scale": 1.0, "v_scale": torch.ones(2), "kv_lens": None}
-    for cache, first, table in ((dense, (), {}), (pages, (a,), {"block_table": [[0]]})):
-        for name, x in (codes | table).items():
+    codes = {"layout": "bhnd", "kv_format": None, "k_scale": 1.0, "v_scale": torch.ones(2), "kv_lens": None,
+             "block_table": [[0]]}  # fmt: skip
+    for cache, first in ((dense, ()), (pages, (a,))):
+        for name, x in codes.items():
             got = None if x is None else type(x).__name__
             message = f"^{name} must not be given, the cache sets it itself, got {got}$"
             with pytest.raises(TypeError, match=message):

@@ -528,7 +528,15 @@ def test_torch_compile_traces_all_of_it(target):
 def test_names_of_other_libraries_lead_to_ours(name, message):
     x = torch.zeros(1, 1, 1, 16)
     with pytest.raises(TypeError, match=message):
-        flash_attn_with_kvcache(x, x, x, **{name: None})
+        flash_attn_with_kvcache(x, x, x, **{name: 1})
+
+
+def test_defaults_of_flash_attn_3_are_taken():
+    x = torch.randn(1, 1, 1, 16)
+    silent = dict(scheduler_metadata=None, qv=None, pack_gqa=None, sm_margin=0, attention_chunk=0, q_descale=None)
+    assert torch.equal(flash_attn_with_kvcache(x, x, x, **silent), x)
+    with pytest.raises(TypeError, match="attention_chunk"):
+        flash_attn_with_kvcache(x, x, x, attention_chunk=64)
 
 
 def test_what_contradicts_itself_is_refused():

@@ -6,6 +6,7 @@ Import it from flash_decoding.integrations.transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from flash_decoding.append import append_kv
-from flash_decoding.quantization import CodeFormat, KVFormat, quantize_kv
+from flash_decoding.quantization import CodeFormat, KVFormat, find_width_errors, quantize_kv
 
 # Memory grows in steps of as many tokens, and by half at least: writing a token costs the same however long the text.
 _STEP = 64
@@ -255,6 +256,12 @@ class DecodeCache(Cache):
         exact_prompt: bool = True,
         reserve: int = 0,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config must be a model's config, such as model.config, got {type(config).__name__}")
+        if isinstance(reserve, bool) or not isinstance(reserve, int):
+            raise TypeError(f"reserve must be an int, got {type(reserve).__name__}")
+        if reserve < 0:
+            raise ValueError(f"reserve must be at least 0, got {reserve}")
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"config must be of a model that only decodes, got {type(config).__name__}")
         config = config.get_text_config(decoder=True)
@@ -265,6 +272,10 @@ class DecodeCache(Cache):
             raise ValueError(f"config must be of a model whose layers share no keys, got {type(config).__name__}")
         self.kv_format = KVFormat.parse(kv_format)
         stored = self.kv_format or KVFormat(None, None)
+        width = getattr(config, "head_dim", None)
+        if isinstance(width, int):  # else only the layers know theirs
+            for error in chain.from_iterable(find_width_errors(x, getattr(stored, x), width) for x in "kv"):
+                raise error
         super().__init__(layers=[DecodeLayer(stored, exact_prompt, reserve) for _ in range(config.num_hidden_layers)])
 
     @property

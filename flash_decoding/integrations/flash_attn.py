@@ -43,6 +43,11 @@ _ELSEWHERE = {
     "kv_format": "flash_decode() and its kv_format",
     "qv": "flash_decode() with keys as wide as both parts",
 }  # fmt: skip
+# What flash-attn 3 has besides, and what says nothing there.
+_SILENT = {
+    "scheduler_metadata": None, "qv": None, "rotary_seqlens": None, "cu_seqlens_k_new": None, "attention_chunk": 0,
+    "pack_gqa": None, "sm_margin": 0,
+}  # fmt: skip
 # What the functions beneath call an argument, and what it is called here, in their errors.
 _OPTIONS = {
     "sinks": "s_aux", "scale": "softmax_scale", "window": "window_size", "k_scale": "k_descale", "v_scale": "v_descale",
@@ -107,8 +112,8 @@ def flash_attn_with_kvcache(
             None appends nothing.
         v: [B, L, Hkv, Dv], new values, given with k.
         rotary_cos: [positions, rotary_dim / 2], dtype of q or float32, a row for each position of the cache. Rotates k
-            by its positions, and q: token i by position cache_seqlens[b] + i if causal or with a window, all tokens by
-            cache_seqlens[b] otherwise. Needs k. None means no rotation.
+            by its positions, and q: token i by position cache_seqlens[b] + i if causal or with a window shorter than
+            the cache, all tokens by cache_seqlens[b] otherwise. Needs k. None means no rotation.
         rotary_sin: likewise.
         cache_seqlens: [B] int32 or int64 or one int, the length of each sequence before k is appended. None means the
             whole cache, and needs k None.
@@ -141,7 +146,8 @@ def flash_attn_with_kvcache(
             where k is appended, and with a block_table or cache_batch_idx (for each block where q is cut). k, which is
             not quantised, is on its way into the cache; scales per token are then made and written.
         v_descale: likewise.
-        unknown: raises a TypeError, which names the right option where it is another library's name for it.
+        unknown: raises a TypeError, which names the right option where it is another library's name for it; what
+            flash-attn 3 has besides may be given as it is by default.
 
     Returns:
         out: [B, Sq, Hq, Dv], dtype of q, zero for a row that sees no key. lse, with return_softmax_lse: [B, Hq, Sq]
@@ -573,7 +579,9 @@ def _masks(
 
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
-    for name in unknown:
+    for name, value in unknown.items():
+        if name in _SILENT and value is _SILENT[name]:
+            continue
         if name in _OURS:
             raise TypeError(f"flash_attn_with_kvcache() has no argument {name!r}: here it is {_OURS[name]}")
         if name in _ELSEWHERE:
