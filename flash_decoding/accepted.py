@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flash_decoding.quantization import KVFormat
@@ -41,6 +42,8 @@ def _signature(call: tuple) -> tuple | None:
     facts: list[object] = []
     for x in call:
         if isinstance(x, Tensor):
+            if x.layout != torch.strided:
+                return None
             facts += (x.shape, x.stride(), x.dtype, x.device)
         elif x is None:
             facts.append(x)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -259,8 +259,6 @@ class PagedKVCache(_Storage):
         v_scale: Tensor | float | None = None,
     ) -> None:
         _check_sizes(pages=pages, page_size=page_size, heads_kv=heads_kv, head_dim=head_dim, value_dim=value_dim)
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, got {page_size}")
         super().__init__(
             pages, heads_kv, page_size, head_dim, value_dim, dtype, device, layout, kv_format, k_scale, v_scale
         )  # fmt: skip
@@ -295,6 +293,7 @@ class PagedKVCache(_Storage):
         length = most if length is None else length
         if not _is_int(length):
             raise TypeError(f"length must be an int or None, got {type(length).__name__}")
+        length = int(length)
         if not 0 <= length <= most:
             raise ValueError(f"length must lie from 0 to {most}, what sequence {sequence} holds, got {length}")
         child = self.allocate()
@@ -431,7 +430,7 @@ class PagedKVCache(_Storage):
 
     def _check(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
-            if not isinstance(sequence, Integral):
+            if not _is_int(sequence):
                 raise TypeError(f"sequences must be ints that allocate() gave, got {type(sequence).__name__}")
             if sequence not in self._pages:
                 raise ValueError(f"sequences must be allocated and not freed, got {sequence}")
@@ -484,13 +483,14 @@ def _check_sizes(**sizes: int | None) -> None:
             continue
         if size is None or not _is_int(size):
             raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-        if size < 0:
-            raise ValueError(f"{name} must be at least 0, got {size}")
+        least = 1 if name in ("page_size", "heads_kv") else 0
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, got {size}")
 
 
 def _as_list(sequences: int | Sequence[int]) -> list[int]:
-    if isinstance(sequences, Integral):
-        return [int(sequences)]
+    if _is_int(sequences):
+        return [int(cast(int, sequences))]
     if not isinstance(sequences, Iterable):
         raise TypeError(f"sequences must be an int or a list of ints, got {type(sequences).__name__}")
     return list(sequences)
@@ -511,9 +511,11 @@ def _counts(k_new: Tensor, layout: str, new_lens: Sequence[int] | None, batch: i
         return [new] * batch
     if not isinstance(new_lens, Iterable):
         raise TypeError(f"new_lens must be a list of ints or None, got {type(new_lens).__name__}")
-    counts = list(new_lens)
-    if not all(_is_int(x) for x in counts):
-        raise TypeError(f"new_lens must be a list of ints or None, got {counts}")
+    given = new_lens.tolist() if isinstance(new_lens, Tensor) else list(new_lens)
+    wrong = next((type(x).__name__ for x in given if not _is_int(x)), None)
+    if wrong is not None:
+        raise TypeError(f"new_lens must be a list of ints or None, got a list of {wrong}")
+    counts = [int(x) for x in given]
     if len(counts) != batch or not all(0 <= x <= new for x in counts):
         raise ValueError(f"new_lens must hold {batch} numbers from 0 to {new}, got {counts}")
     return counts

@@ -508,6 +508,8 @@ def _page_errors(call: Call) -> Iterator[Exception]:
     table, lens = call.block_table, call.kv_lens
     if not isinstance(table, Tensor) or not isinstance(lens, Tensor) or table.ndim != 2 or not _may_read(table, call):
         return
+    if table.dtype not in _INTEGERS:
+        return
     length = 2 if call.layout == "bhnd" else 1
     page_size, pages = call.k.shape[length], call.k.shape[0]
     start = torch.zeros_like(lens) if call.kv_start is None else call.kv_start

@@ -293,6 +293,9 @@ def find_scale_errors(
         if form.scale != "tensor":
             yield TypeError(f"{name} must be a torch.Tensor for scales per {form.scale}, got {type(scale).__name__}")
         return
+    if scale.layout != torch.strided:
+        yield TypeError(f"{name} must be a dense tensor, got layout {scale.layout}")
+        return
     batch, heads, length = (codes.shape[i] for i in ((0, 1, 2) if layout == "bhnd" else (0, 2, 1)))
     if scale.dtype != form.scale_dtype:
         wanted = str(form.scale_dtype).removeprefix("torch.")

@@ -33,7 +33,7 @@ _MAX_RAGGED_BATCH = 1024
 _MAX_TILES = 2**31 - 2**16
 # What the compiler keeps in shared memory besides the pipeline of K and V tiles: q, p and reductions over warps.
 _SHARED_BESIDES_PIPELINE = 8 * 1024
-# What CUDA keeps of it for each program, and a key's scale takes, with its zero point.
+# What CUDA keeps of it for each program; and what a scale takes with its zero point, or an element that has its own.
 _SHARED_RESERVED, _SCALE_BYTES = 1024, 4
 # The least among the architectures that the kernels are for (sm_86, sm_89), in bytes per program.
 MIN_SHARED_MEMORY = 99 * 1024
@@ -272,7 +272,10 @@ def choose_plan(
                 tile = apply_setting(tile, setting, element_size, shared_memory, paged)
                 programs = setting.programs
         problems = batch * heads_kv * -(-group * q_len // tile.block_m)
-        slots = processors * (programs or programs_per_processor(tile, element_size, shared_memory, parts, scales))
+        slots = processors * (
+            programs
+            or programs_per_processor(tile, element_size, shared_memory=shared_memory, parts=parts, scales=scales)
+        )
         tiles = -(-kv_len // tile.block_n)
         cut = ragged and 0 < batch <= _MAX_RAGGED_BATCH and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES
         if cut and problems:
@@ -290,16 +293,17 @@ def all_run_at_once(problems: int, at_once: int) -> bool:
 
 
 def programs_per_processor(
-    tile: Tile, element_size: int, shared_memory: int, parts: tuple[int, int] = (1, 1), scales: float = 0
+    tile: Tile, element_size: int, *, shared_memory: int, parts: tuple[int, int] = (1, 1), scales: float = 0
 ) -> int:  # fmt: skip
     """How many programs of the chunk kernel keep one processor's share of the memory system busy, and fit there."""
     if element_size == 4:
         return 2  # their tiles are in registers, where two programs fit
     in_flight = tile.buffers * _tile_bytes(tile, element_size)
     # One that does not fit beside the others is a second wave. A processor has little more than a program may use.
-    queries = tile.block_m * tile.block_d * parts[0] * element_size
-    scaling = tile.buffers * tile.block_n * 2 * _SCALE_BYTES * int(min(scales, 8))
-    most = shared_memory // (in_flight + queries + scaling + _SHARED_RESERVED)
+    width = (tile.block_d + tile.rest_d) * parts[0]
+    per_key = width + tile.block_dv * parts[1] if scales == math.inf else 2 * scales
+    scaling = int(tile.buffers * tile.block_n * per_key) * _SCALE_BYTES
+    most = shared_memory // (in_flight + tile.block_m * width * element_size + scaling + _SHARED_RESERVED)
     return max(1, min(-(-_BYTES_IN_FLIGHT[max(parts)] // in_flight), most))
 
 

@@ -1,5 +1,6 @@
 """KVCache and PagedKVCache: what a sequence holds is what was appended to it, whoever shares its pages."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import LOOSE, max_error
@@ -311,8 +312,12 @@ def test_unknown_and_repeated_sequences_are_refused():
         KVCache(1, HEADS, -1, WIDTH)
     with pytest.raises(TypeError, match="pages must be an int, got float"):
         PagedKVCache(3.0, 4, HEADS, WIDTH)
-    with pytest.raises(TypeError, match="new_lens must be a list of ints"):
+    with pytest.raises(TypeError, match="new_lens must be a list of ints or None, got a list of float"):
         cache.append([b], *new_tokens(1, 2), new_lens=[1.5])
+    with pytest.raises(TypeError, match="sequences must be ints"):
+        cache.free(True)
+    with pytest.raises(ValueError, match="heads_kv must be at least 1, got 0"):
+        KVCache(1, 0, 4, WIDTH)
     with pytest.raises(ValueError, match="q must have one row per sequence, 1, got 2"):
         cache.decode([b], torch.randn(2, 2 * HEADS, 1, WIDTH))
     with pytest.raises(ValueError, match="one row per sequence, 1, got"):
@@ -351,6 +356,17 @@ def test_what_is_no_sequence_is_refused_by_name():
     with pytest.raises(TypeError, match=r"k_new must be a torch\.Tensor, got list"):
         paged.append(a, [1.0], new_tokens(1, 2)[1])
     assert paged.free_pages == 3
+
+
+def test_lengths_are_plain_ints_whatever_they_came_as():
+    """Else those of 8 bits would be added up in 8 bits."""
+    cache = KVCache(1, HEADS, 300, WIDTH, value_dim=VALUE_WIDTH)
+    for new_lens in (np.array([200], dtype=np.uint8), torch.tensor([50])):
+        cache.append(*new_tokens(1, 200, dtype=torch.float16), new_lens=new_lens)
+    assert cache.lengths == [250]
+    assert type(cache.lengths[0]) is int
+    with pytest.raises(CacheFullError):
+        cache.append(*new_tokens(1, 200, dtype=torch.float16), new_lens=np.array([100], dtype=np.uint8))
 
 
 def test_a_refused_free_empties_nothing():

@@ -15,7 +15,7 @@ from compiling import compile_append, compile_chunk, compile_reduce
 from flash_decoding.backends.triton.codes import parts_of, scales_per_key
 from flash_decoding.backends.triton.reduce import WIDE_SLICE, block_of_splits
 from flash_decoding.quantization import KVFormat
-from flash_decoding.split_plan import choose_tile
+from flash_decoding.split_plan import choose_tile, programs_per_processor
 
 # Shared memory per program, bytes, by architecture: A100; RTX 40; H100 and H200.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -120,6 +120,20 @@ def test_codes_fit_and_keep_their_pipeline(name, arch):
     assert built.shared_bytes <= SHARED[arch]
     assert "cp.async.cg.shared.global" in built.ptx, "codes are on their way while the last tile is worked on"
     assert "ldmatrix" in built.ptx
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("int8", 128), ("int4", 128), ("int8/int4:group32+zero", 128), ("int4:group32", 256)]
+)
+def test_as_many_programs_as_are_planned_fit_on_a_processor(name, width):
+    kv_format = KVFormat.parse(name)
+    sides = (kv_format.k, kv_format.v)
+    parts, scales = tuple(parts_of(side) for side in sides), max(scales_per_key(width, side) for side in sides)
+    tile = choose_tile(4, 1, width // parts[0], width // parts[1], 2, SHARED[90], parts=parts, scales=scales)
+    programs = programs_per_processor(tile, 2, shared_memory=SHARED[90], parts=parts, scales=scales)
+    built = compile_chunk(torch.bfloat16, 4, width, width, tile, 90, kv_format=kv_format)
+    # CUDA keeps 1 KB for each program, and a processor has 1 KB more than a program may use.
+    assert programs * (built.shared_bytes + 1024) <= SHARED[90] + 1024
 
 
 @pytest.mark.parametrize("skip_empty", [False, True])

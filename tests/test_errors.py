@@ -205,8 +205,17 @@ def test_reasons_against_scales_are_listed_beside_every_other():
 def test_lengths_of_another_kind_beside_pages_are_a_reason_too():
     table, lens = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.bool)
     pool = torch.randn(4, 2, 16, 64)
+    assert explain(Q, pool, pool, block_table=table.to(torch.complex64), kv_lens=table[:, 0])
     reasons = explain(Q, pool, pool, block_table=table, kv_lens=lens, q_lens=lens, window=3)
     assert sum("must be int32 or int64, got torch.bool" in reason for reason in reasons) == 2, reasons
+
+
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, lambda x: x[None].to_sparse_csr()], ids=["coo", "csr"])
+def test_sparse_arrays_are_refused_by_name_after_dense_ones_too(sparse):
+    call = dict(k=INT8, v=INT8, k_scale=torch.ones(2), v_scale=1.0)
+    flash_decode(Q, **call)
+    with pytest.raises(TypeError, match="k_scale must be a dense tensor, got layout"):
+        flash_decode(Q, **call | {"k_scale": sparse(torch.ones(2))})
 
 
 def test_a_named_backend_never_falls_back(monkeypatch):

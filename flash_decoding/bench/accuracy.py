@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_decoding.bench.document import BEGIN, END, replace_block
 from flash_decoding.bench.plots import GRID, INK, MARKERS, OURS_COLOUR, PEER_COLOURS, QUIET, new_figure
 from flash_decoding.problem import MAX_Q_LEN
-from flash_decoding.quantization import GROUPS, CodeFormat, KVFormat
+from flash_decoding.quantization import CodeFormat, KVFormat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,16 +40,16 @@ def read_shipped_text() -> str:
     return resources.files("flash_decoding").joinpath("data", TEXT).read_text(encoding="utf-8")
 
 
-def choose_formats(head_dim: int) -> list[str]:
-    """The formats to measure where none are named: those that heads of this size can have."""
-    names = [name for name in FORMATS if _fits(name, head_dim)]
-    return [*names, "int4:group128"] if head_dim % GROUPS[-1] == 0 else names
+def choose_formats(head_dim: int | None) -> list[str]:
+    """The formats to measure where none are named: those that heads of this size (None: any) can have."""
+    return [name for name in (*FORMATS, "int4:group128") if _fits(name, head_dim)]
 
 
-def _fits(name: str, head_dim: int) -> bool:
+def _fits(name: str, head_dim: int | None) -> bool:
     kv_format = KVFormat.parse(name)
     assert kv_format is not None, "a name gives a format"
-    return all(side is None or side.group is None or head_dim % side.group == 0 for side in (kv_format.k, kv_format.v))
+    groups = [side.group for side in (kv_format.k, kv_format.v) if side is not None and side.group is not None]
+    return not groups or (head_dim is not None and all(head_dim % group == 0 for group in groups))
 
 
 def label_of(name: str) -> str:

@@ -230,7 +230,7 @@ def _program_counts(rule: Tile, one: tuple[int, int, int], sample: Sample, devic
     tile = apply_setting(rule, Setting(*one, 1), ELEMENT_SIZE, device.shared_memory, sample.page_size is not None)
     if tile.buffers < one[2]:
         return []
-    count = programs_per_processor(tile, ELEMENT_SIZE, device.shared_memory)
+    count = programs_per_processor(tile, ELEMENT_SIZE, shared_memory=device.shared_memory)
     return [count, 2 * count, 4 * count] if sample.ragged else [n for n in (count - 1, count, count + 1) if n > 0]
 
 

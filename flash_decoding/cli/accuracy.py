@@ -107,14 +107,16 @@ def _measure(
     dtype_name = str(kind).removeprefix("torch.")
     with doing(progress, f"Loading {source.name} on {target} in {dtype_name} ...", spin=source.local):
         language_model, tokenizer = load_model(source, target, kind)
-    for name in formats:
-        require_width(KVFormat.parse(name), head_dim_of(language_model), f"--model {source.name}")
+    width = head_dim_of(language_model)
+    for kv_format in map(KVFormat.parse, formats):
+        if kv_format is not None and width is not None:
+            require_width(kv_format, width, f"--model {source.name}")
     ids = tokenizer(words, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     limit = getattr(language_model.config.get_text_config(), "max_position_embeddings", tokens)
     ids = ids[: min(tokens, limit)].to(target)
     if ids.shape[0] < _FEWEST_TOKENS:
         fail(f"--text must hold at least {_FEWEST_TOKENS} tokens, got {ids.shape[0]}")
-    names = formats or choose_formats(head_dim_of(language_model))
+    names = formats or choose_formats(width)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=progress, transient=True) as bar:

@@ -102,6 +102,12 @@ class _Side:
         return CachedSide(self.codes, self.form, self.scale, self.width).first(length)
 
 
+def find_head_dim(config: PretrainedConfig) -> int | None:
+    """How wide the keys and values of a model are, where its config has one number for both."""
+    width = getattr(config, "head_dim", None)
+    return width if isinstance(width, int) and not hasattr(config, "v_head_dim") else None
+
+
 def _headroom(form: CodeFormat) -> float:
     """How many times the largest number of the first update must fit, where one scale serves all later tokens too.
 
@@ -272,8 +278,8 @@ class DecodeCache(Cache):
             raise ValueError(f"config must be of a model whose layers share no keys, got {type(config).__name__}")
         self.kv_format = KVFormat.parse(kv_format)
         stored = self.kv_format or KVFormat(None, None)
-        width = getattr(config, "head_dim", None)
-        if isinstance(width, int):  # else only the layers know theirs
+        width = find_head_dim(config)
+        if width is not None:  # else the layers will tell
             for error in chain.from_iterable(find_width_errors(x, getattr(stored, x), width) for x in "kv"):
                 raise error
         super().__init__(layers=[DecodeLayer(stored, exact_prompt, reserve) for _ in range(config.num_hidden_layers)])

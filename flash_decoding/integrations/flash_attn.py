@@ -43,7 +43,7 @@ _ELSEWHERE = {
     "kv_format": "flash_decode() and its kv_format",
     "qv": "flash_decode() with keys as wide as both parts",
 }  # fmt: skip
-# What flash-attn 3 has besides, and what says nothing there.
+# flash-attn 3's other arguments, with the defaults that ask for nothing.
 _SILENT = {
     "scheduler_metadata": None, "qv": None, "rotary_seqlens": None, "cu_seqlens_k_new": None, "attention_chunk": 0,
     "pack_gqa": None, "sm_margin": 0,
@@ -580,7 +580,7 @@ def _masks(
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
     for name, value in unknown.items():
-        if name in _SILENT and value is _SILENT[name]:
+        if name in _SILENT and type(value) is type(_SILENT[name]) and value == _SILENT[name]:
             continue
         if name in _OURS:
             raise TypeError(f"flash_attn_with_kvcache() has no argument {name!r}: here it is {_OURS[name]}")

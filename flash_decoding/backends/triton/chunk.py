@@ -317,7 +317,7 @@ def find_word_errors(problem: Problem, shared_memory: float) -> Iterator[Excepti
 
 
 def find_group_errors(name: str, form: CodeFormat | None, width: int, shared_memory: float) -> Iterator[ValueError]:
-    """Groups for which a program has too little memory."""
+    """Groups of a side so wide for which a program has too little memory; shared_memory: its bytes on the device."""
     if scales_per_key(width, form) == math.inf and width > 256 and shared_memory < _WIDE_GROUPS_MEMORY:
         assert form is not None, "it has scales"
         yield ValueError(
