@@ -161,6 +161,14 @@ class KVFormat:
     def __repr__(self) -> str:
         return f"KVFormat.parse({str(self)!r})"
 
+    @property
+    def label(self) -> str:
+        """The shortest name, as one would type it: without scales that the codes have anyway."""
+        k, v = (
+            "none" if x is None else x.codes if x == CodeFormat.parse(x.codes) else str(x) for x in (self.k, self.v)
+        )
+        return k if k == v else f"{k}/{v}"
+
     def token_bytes(self, width: int, element_size: int) -> int:
         """Bytes of a key and its value of one head, each so wide, with the scales of their own."""
         return sum(width * element_size if x is None else x.token_bytes(width) for x in (self.k, self.v))
@@ -310,9 +318,9 @@ def find_scale_errors(
         yield ValueError(f"{name} must be on the device of the codes, {codes.device}, got {scale.device}")
 
 
-def find_width_errors(side: str, form: CodeFormat | None, width: int) -> Iterator[ValueError]:
-    """Rows of so many keys or values that a format does not fit; side: "k" or "v"."""
-    if form is None:
+def find_width_errors(side: str, form: CodeFormat | None, width: int | None) -> Iterator[ValueError]:
+    """A width of keys or values that a format does not fit, where it is known; side: "k" or "v"."""
+    if form is None or width is None:
         return
     if form.codes == "int4" and width % 8:
         yield ValueError(f"{side} must have a width that is a multiple of 8 for int4 codes, got {width}")

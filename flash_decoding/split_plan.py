@@ -254,7 +254,7 @@ def choose_plan(
         table: settings measured on the device; None means the rule. A caller with a wish gets the rule's tile, which
             knows neither batch nor length, so that neither changes a result's bits.
     """
-    ragged = ragged and num_splits is None and split_size is None
+    ragged, most = ragged and num_splits is None and split_size is None, max(parts)
     tile = choose_tile(
         group, q_len, head_dim, value_dim, element_size, shared_memory, paged=paged, ragged=ragged, parts=parts,
         scales=scales,
@@ -265,7 +265,7 @@ def choose_plan(
         return Plan(max(1, -(-kv_len // split_size)), split_size, tile)
     if num_splits is None:
         programs = None
-        if table is not None and element_size == 2 and max(parts) == 1:  # exact float32 has tiles of another kind
+        if table is not None and element_size == 2 and most == 1:  # exact float32 has tiles of another kind
             kv_bytes = batch * heads_kv * kv_len * (head_dim + value_dim) * element_size
             setting = table.settings.get(find_key(tile, kv_bytes, paged=paged, ragged=ragged))
             if setting is not None:
@@ -279,11 +279,11 @@ def choose_plan(
         tiles = -(-kv_len // tile.block_n)
         cut = ragged and 0 < batch <= _MAX_RAGGED_BATCH and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES
         if cut and problems:
-            per_processor = _PIECES_PER_PROCESSOR if max(parts) == 1 else _PIECES_OF_CODES
+            per_processor = _PIECES_PER_PROCESSOR if most == 1 else _PIECES_OF_CODES
             pieces = min(per_processor * processors, problems * tiles // _TILES_PER_PIECE)
             at_once = min(slots, pieces)
             return Plan(at_once if all_run_at_once(problems, at_once) else pieces, None, tile, at_once)
-        num_splits = choose_num_splits(problems, tiles, slots, _SLACK if max(parts) == 1 else _SLACK_OF_CODES)
+        num_splits = choose_num_splits(problems, tiles, slots, _SLACK if most == 1 else _SLACK_OF_CODES)
     return Plan(num_splits, None, tile)
 
 

@@ -154,7 +154,7 @@ def test_formats_are_chosen_that_fit_the_heads(head_dim, missing):
      ("int8:channel/int4:group32+zero", "int8:channel/int4:group32+zero"), ("none/int8", "none/int8")],
 )  # fmt: skip
 def test_formats_have_short_names(name, label):
-    assert accuracy.label_of(name) == label
+    assert KVFormat.parse(name).label == label
     assert KVFormat.parse(label) == KVFormat.parse(name)
 
 
@@ -186,7 +186,7 @@ def test_the_command_prints_writes_and_draws(model_folder, text, tmp_path):
     assert names == [None, *accuracy.choose_formats(HEAD_DIM)]
     assert (written["tokens"], written["text"], written["dtype"]) == (90, "words.txt", "float32")
     for name in names[1:]:
-        assert accuracy.label_of(name) in result.stdout
+        assert KVFormat.parse(name).label in result.stdout
     assert (tmp_path / "picture.png").stat().st_size > 10000
     assert fingerprint(written["formats"]) in (tmp_path / "picture.svg").read_text()
 

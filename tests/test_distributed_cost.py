@@ -117,7 +117,7 @@ def test_bench_distributed_measures_two_processes(tmp_path):
     assert row["max_abs_err"] < 1e-5
     assert row["us_eager"] > row["us_communication"]
     # Written with four decimals, and a tiny cache on two processes is far below 1.
-    assert row["speedup"] == pytest.approx(row["us_one"] / row["us_eager"], abs=1e-4)
+    assert row["speedup"] == pytest.approx(row["us_one"] / row["us_eager"], abs=5.1e-5)
     # Another picture of the same: what was measured beside what is predicted.
     drawn = run("plan", "1,4,2,2048,32", "--gpu", "h200", "--ranks", 2, "--plot", tmp_path / "p", "--measured", path)
     assert drawn.exit_code == 0, drawn.output

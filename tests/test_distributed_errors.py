@@ -122,6 +122,24 @@ def part_and_lose(rank, ranks):
     return ["leave", *said, call_and_time(used), call_and_time(unused)]
 
 
+def lose_rank_1(rank, ranks):
+    """Rank 1 ends after a call; what rank 0's next one says, and when."""
+    context_parallel_decode(**make())
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    return ["leave", *call_and_time(None)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_lost_gpu_ends_the_others():
+    """NCCL's own watch ends a process that waits for a lost one; what must not happen is that it waits for ever."""
+    begin = time.monotonic()
+    run_ranks(2, lose_rank_1, device="cuda", seconds=150, group_seconds=10)
+    assert time.monotonic() - begin < 140
+
+
 def test_calls_that_part_and_a_lost_rank_are_errors_within_the_timeout():
     (_, *said), lost = run_ranks(2, part_and_lose, group_seconds=GROUP_SECONDS)
     assert lost is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_decoding.bench.document import BEGIN, END, replace_block
 from flash_decoding.bench.plots import GRID, INK, MARKERS, OURS_COLOUR, PEER_COLOURS, QUIET, new_figure
 from flash_decoding.problem import MAX_Q_LEN
-from flash_decoding.quantization import CodeFormat, KVFormat
+from flash_decoding.quantization import KVFormat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,16 +52,10 @@ def _fits(name: str, head_dim: int | None) -> bool:
     return not groups or (head_dim is not None and all(head_dim % group == 0 for group in groups))
 
 
-def label_of(name: str) -> str:
-    """The shortest name of a format, as one would type it."""
-    k, v = (_shorten(side) for side in str(KVFormat.parse(name)).split("/"))
-    return k if k == v else f"{k}/{v}"
-
-
-def _shorten(side: str) -> str:
-    """Without the scales that the codes have anyway."""
-    codes = side.partition(":")[0]
-    return codes if codes != "none" and str(CodeFormat.parse(codes)) == side else side
+def _label(row: Mapping[str, Any]) -> str:
+    kv_format = KVFormat.parse(row["format"])
+    assert kv_format is not None, "a row of a format"
+    return kv_format.label
 
 
 class _Figures(NamedTuple):
@@ -178,7 +172,7 @@ def table_cells(row: dict[str, Any]) -> list[str]:
     """A row in the columns of COLUMNS."""
     exact = row["format"] is None
     return [
-        "16 bits" if exact else label_of(row["format"]),
+        "16 bits" if exact else _label(row),
         f"{row['bytes_per_token']:,.0f}",
         f"{row['of_16_bits']:.3f}",
         f"{row['perplexity']:.3f}",
@@ -220,12 +214,12 @@ def accuracy_figure(results: Results) -> Figure:
     figure, axes = new_figure(8.6, 5.0)
     markers = MARKERS.replace("*", "")  # which is smaller than the others
     for number, row in enumerate(sorted(rows, key=lambda row: -row["of_16_bits"])):
-        codes = label_of(row["format"]).split("/")
+        codes = _label(row).split("/")
         family = codes[-1].partition(":")[0]
         axes.plot(
             100 * row["of_16_bits"], max(row["kl"], 1e-12), markers[number % len(markers)], markersize=8, linestyle="",
             color=FAMILIES.get(family, PEER_COLOURS["sdpa"]), markeredgecolor="white", clip_on=False,
-            label=f"{label_of(row['format'])}   {row['change_percent']:+.2f} %",
+            label=f"{_label(row)}   {row['change_percent']:+.2f} %",
         )  # fmt: skip
     axes.set_yscale("log")
     shares = [100 * row["of_16_bits"] for row in rows]

@@ -108,9 +108,8 @@ def _measure(
     with doing(progress, f"Loading {source.name} on {target} in {dtype_name} ...", spin=source.local):
         language_model, tokenizer = load_model(source, target, kind)
     width = head_dim_of(language_model)
-    for kv_format in map(KVFormat.parse, formats):
-        if kv_format is not None and width is not None:
-            require_width(kv_format, width, f"--model {source.name}")
+    for name in formats:
+        require_width(KVFormat.parse(name), width, f"--model {source.name}")
     ids = tokenizer(words, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     limit = getattr(language_model.config.get_text_config(), "max_position_embeddings", tokens)
     ids = ids[: min(tokens, limit)].to(target)

@@ -74,9 +74,7 @@ def generate(
     # The line is left to a download's own progress bars.
     with doing(progress, f"Loading {source.name} on {target} in {_name(kind)} ...", spin=source.local):
         language_model, tokenizer = load_model(source, target, kind)
-    width = head_dim_of(language_model)
-    if kv_format is not None and width is not None:
-        require_width(kv_format, width, f"--model {source.name}")
+    require_width(kv_format, head_dim_of(language_model), f"--model {source.name}")
     inputs = _encode(tokenizer, _fill(tokenizer, context) + prompt).to(target)
     prompt_len = inputs["input_ids"].shape[1]
     _check_length(language_model, prompt_len + max_new_tokens)
@@ -250,24 +248,19 @@ def new_cache(model: PreTrainedModel, kv_format: KVFormat, name: str, reserve: i
         fail(f"--model {name} cannot have a cache of codes: {error}")
 
 
-def require_width(kv_format: KVFormat, head_dim: int, owner: str) -> None:
-    """Refuse a format that heads of this width cannot have."""
-    from flash_decoding.quantization import find_width_errors
-
-    for side in ("k", "v"):
-        for error in find_width_errors(side, getattr(kv_format, side), head_dim):
-            fail(f"--kv-dtype does not fit the heads of {owner}: {error}")
-
-
 def head_dim_of(model: PreTrainedModel) -> int | None:
-    """How wide a model's keys and values are, where both are."""
     from flash_decoding.integrations.decode_cache import find_head_dim
 
-    config = model.config.get_text_config()
-    width = find_head_dim(config)
-    if width is None and not hasattr(config, "v_head_dim") and getattr(config, "num_attention_heads", None):
-        width = config.hidden_size // config.num_attention_heads
-    return width
+    return find_head_dim(model.config.get_text_config())
+
+
+def require_width(kv_format: KVFormat | None, head_dim: int | None, owner: str) -> None:
+    """Refuse a format that heads of this width cannot have; one that is not known may have any."""
+    from flash_decoding.quantization import find_width_errors
+
+    for side in () if kv_format is None else ("k", "v"):
+        for error in find_width_errors(side, getattr(kv_format, side), head_dim):
+            fail(f"--kv-dtype does not fit the heads of {owner}: {error}")
 
 
 def _require(package: str) -> None:

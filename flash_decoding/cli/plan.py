@@ -278,11 +278,7 @@ def _report(
 
 def _with_codes(text: object, kv_format: KVFormat | None) -> str:
     """A title, and how the cache is quantised."""
-    if kv_format is None:
-        return str(text)
-    from flash_decoding.bench.accuracy import label_of
-
-    return f"{text} in {label_of(str(kv_format))}"
+    return str(text) if kv_format is None else f"{text} in {kv_format.label}"
 
 
 def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:

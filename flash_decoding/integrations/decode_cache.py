@@ -103,9 +103,13 @@ class _Side:
 
 
 def find_head_dim(config: PretrainedConfig) -> int | None:
-    """How wide the keys and values of a model are, where its config has one number for both."""
-    width = getattr(config, "head_dim", None)
-    return width if isinstance(width, int) and not hasattr(config, "v_head_dim") else None
+    """How wide keys and values are, as Transformers reads a model's config; None where that has no one number."""
+    if hasattr(config, "v_head_dim"):
+        return None
+    if getattr(config, "head_dim", None):
+        return config.head_dim
+    heads = getattr(config, "num_attention_heads", None)
+    return config.hidden_size // heads if isinstance(heads, int) and heads else None
 
 
 def _headroom(form: CodeFormat) -> float:
@@ -278,10 +282,9 @@ class DecodeCache(Cache):
             raise ValueError(f"config must be of a model whose layers share no keys, got {type(config).__name__}")
         self.kv_format = KVFormat.parse(kv_format)
         stored = self.kv_format or KVFormat(None, None)
-        width = find_head_dim(config)
-        if width is not None:  # else the layers will tell
-            for error in chain.from_iterable(find_width_errors(x, getattr(stored, x), width) for x in "kv"):
-                raise error
+        width = find_head_dim(config)  # where it is None the layers will tell
+        for error in chain(find_width_errors("k", stored.k, width), find_width_errors("v", stored.v, width)):
+            raise error
         super().__init__(layers=[DecodeLayer(stored, exact_prompt, reserve) for _ in range(config.num_hidden_layers)])
 
     @property
