@@ -75,6 +75,7 @@ def compile_chunk(
         "V_IN_K": head_dim > 256 and tile.block_d == tile.block_dv == value_dim,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "REST_D": tile.rest_d,
         "BLOCK_DV": tile.block_dv, "NUM_WARPS": tile.num_warps,
+        "TURNED": tile.block_m < 16 and dtype != torch.float32,
     }  # fmt: skip
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 

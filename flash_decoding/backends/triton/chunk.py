@@ -42,6 +42,8 @@ from flash_decoding.backends.triton.pieces import find_piece, note_slots
 from flash_decoding.backends.triton.scores import sees, transform_scores
 from flash_decoding.backends.triton.tile_io import (
     address,
+    by_column,
+    by_row,
     load_rows,
     locate_rows,
     split_range,
@@ -87,6 +89,7 @@ def _chunk_kernel(
     FP8_CONVERT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    TURNED: tl.constexpr,  # whether tiles of scores are [N, M] and acc is [Dv, M]
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
     row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
@@ -136,7 +139,7 @@ def _chunk_kernel(
         v_scale_ptr = locate_scales(v_scale_ptr, v_scale_stride, b, h_kv, V_FORM, IS_PAGED)
     q_sums = ()
     if K_FORM is not None:
-        q, scale, q_sums = scale_queries(q, scale, k_scale_ptr, D, BLOCK_D, REST_D, K_FORM)
+        q, scale, q_sums = scale_queries(q, scale, k_scale_ptr, D, BLOCK_D, REST_D, K_FORM, TURNED)
 
     cache = (k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n)
     scales = (q_sums, k_scale_ptr, k_scale_stride, v_scale_ptr, v_scale_stride)
@@ -152,26 +155,26 @@ def _chunk_kernel(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = zero_acc(BLOCK_M, BLOCK_DV, DV, V_FORM, NUM_WARPS)
+    acc = zero_acc(BLOCK_M, BLOCK_DV, DV, V_FORM, NUM_WARPS, TURNED)
     unit = tl.full([], LEAST_SCALE, tl.float32)
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
     for n in range(start, whole, BLOCK_N):
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE,
-            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
         )  # fmt: skip
     if whole < stop:
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE,
-            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
         )  # fmt: skip
 
     at_row = at + row
     if V_FORM is not None:
-        acc = finish_values(acc, unit, v_scale_ptr, DV, V_FORM)
+        acc = finish_values(acc, unit, v_scale_ptr, DV, V_FORM, TURNED)
     WORDS: tl.constexpr = words_of(DV, V_FORM)
     word = tl.arange(0, BLOCK_DV)
-    in_rd = in_row[:, None] & (word < WORDS)[None, :]
+    in_rd = by_row(in_row, TURNED) & by_column(word < WORDS, TURNED)
     if acc_ptr is None:
         sink = None
         if sinks_ptr is not None:
@@ -179,17 +182,18 @@ def _chunk_kernel(
         norm, lse = finish_softmax(m, l, sink)
         for i in tl.static_range(len(acc)):
             dv = column_of(word, i, DV, V_FORM)
-            out_at = address(out_ptr, out_stride, (b, h_q.to(tl.int64)[:, None], t[:, None], dv[None, :]))
-            tl.store(out_at, (acc[i] * norm[:, None]).to(out_ptr.dtype.element_ty), mask=in_rd)
+            index = (b, by_row(h_q.to(tl.int64), TURNED), by_row(t, TURNED), by_column(dv, TURNED))
+            values = (acc[i] * by_row(norm, TURNED)).to(out_ptr.dtype.element_ty)
+            tl.store(address(out_ptr, out_stride, index), values, mask=in_rd)
         if lse_ptr is not None:
             tl.store(lse_ptr + at_row, lse, mask=in_row)
     else:
         if split_size is not None:
             # Splits of a fixed size may be many and mostly empty; the merge does not read the acc of an empty one.
-            in_rd = in_row[:, None] & (word < tl.where(start < stop, WORDS, 0))[None, :]
+            in_rd &= start < stop
         for i in tl.static_range(len(acc)):
             dv = column_of(word, i, DV, V_FORM)
-            tl.store(acc_ptr + at_row[:, None] * DV + dv[None, :], acc[i], mask=in_rd)
+            tl.store(acc_ptr + by_row(at_row, TURNED) * DV + by_column(dv, TURNED), acc[i], mask=in_rd)
         tl.store(m_ptr + at_row, m, mask=in_row)
         tl.store(l_ptr + at_row, l, mask=in_row)
 
@@ -200,7 +204,7 @@ def _fold_tile(
     PARTIAL: tl.constexpr, BY_ROW: tl.constexpr, CAUSAL: tl.constexpr, ONE_PAGE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr,
     FP8_CONVERT: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`."""
     t, in_token, first_new = tokens
@@ -216,29 +220,30 @@ def _fold_tile(
         in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_step_n, mask=n < stop, other=0) != 0
 
     page, slot = locate_rows(block_table_ptr, n, first, in_n, PAGE_SIZE, ONE_PAGE)
-    k_words = load_rows(k_ptr, k_stride, page, slot, in_n, 0, words_of(D, K_FORM), BLOCK_D)  # [N, D]
+    k_words = load_rows(k_ptr, k_stride, page, slot, in_n, 0, words_of(D, K_FORM), BLOCK_D, False)
     if V_IN_K:
         v_words = k_words
     else:
-        v_words = load_rows(v_ptr, v_stride, page, slot, in_n, 0, words_of(DV, V_FORM), BLOCK_DV)  # [N, Dv]
+        v_words = load_rows(v_ptr, v_stride, page, slot, in_n, 0, words_of(DV, V_FORM), BLOCK_DV, TURNED)
     k = widen(k_words, K_FORM, FP8_CONVERT)
     if REST_D > 0:
-        rest = load_rows(k_ptr, k_stride, page, slot, in_n, BLOCK_D, words_of(D, K_FORM), REST_D)
+        rest = load_rows(k_ptr, k_stride, page, slot, in_n, BLOCK_D, words_of(D, K_FORM), REST_D, False)
         k = k + widen(rest, K_FORM, FP8_CONVERT)
-    s = multiply_keys(q, q_sums, k, (k_scale_ptr, k_scale_stride, page, slot), in_n, D, BLOCK_D, K_FORM)  # [M, N]
+    s = multiply_keys(q, q_sums, k, (k_scale_ptr, k_scale_stride, page, slot), in_n, D, BLOCK_D, K_FORM, TURNED)
 
     own = first_new + t
-    s = transform_scores(s, scale, softcap, slopes, own, n)
+    s = transform_scores(s, scale, softcap, slopes, own, n, TURNED)
     if in_n is not None:
-        s = tl.where(in_n[None, :], s, float("-inf"))
+        s = tl.where(by_column(in_n, TURNED), s, float("-inf"))
     if BY_ROW:
-        seen = sees(n, own, t, in_token, tree_mask_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL, Lq)
+        seen = sees(n, own, t, in_token, tree_mask_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL, Lq, TURNED)
         s = tl.where(seen, s, float("-inf"))
-    m, alpha, p = weigh_scores(m, s)
+    m, alpha, p = weigh_scores(m, s, TURNED)
     v = widen(v_words, V_FORM, FP8_CONVERT)
-    acc, unit = weigh_values(acc, unit, alpha, p, v, (v_scale_ptr, v_scale_stride, page, slot), in_n, DV, V_FORM)
+    v_scales = (v_scale_ptr, v_scale_stride, page, slot)
+    acc, unit = weigh_values(acc, unit, alpha, p, v, v_scales, in_n, DV, V_FORM, TURNED)
     # After acc: with the sum before it heads of 256 spill on sm_90 (Triton 3.9).
-    l = l * alpha + tl.sum(p, 1)
+    l = l * alpha + tl.sum(p, 0 if TURNED else 1)
     return m, l, acc, unit
 
 
@@ -248,8 +253,11 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     strides = p.q.stride()[:3], p.k.stride()[:3], p.v.stride()[:3], out.stride()[:3]
     k_form, v_form = (None, None) if p.kv_format is None else (p.kv_format.k, p.kv_format.v)
     k_codes, v_codes = (None if x is None else x.codes for x in (k_form, v_form))
+    # Tensor cores multiply 16 rows by 8 columns: with keys as rows and queries as columns 8 rows of q are not padded.
+    turned = tile.block_m < 16 and p.q.dtype != torch.float32
     v_in_k = (
-        tile.block_dv == tile.block_d == p.v.shape[3] <= p.k.shape[3]
+        not turned
+        and tile.block_dv == tile.block_d == p.v.shape[3] <= p.k.shape[3]
         and p.v.data_ptr() == p.k.data_ptr()
         and strides[1] == strides[2]
         and k_codes == v_codes
@@ -283,6 +291,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k, k_form, v_form,
             _converts_fp8(p.q.device.index) if "fp8_e4m3" in (k_codes, v_codes) else False,
             tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv, tile.num_warps,
+            turned,
         ),
         (tile.num_warps, tile.num_stages),
     )  # fmt: skip

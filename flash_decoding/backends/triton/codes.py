@@ -22,12 +22,14 @@ import math
 import triton
 import triton.language as tl
 
-from flash_decoding.backends.triton.tile_io import INTERPRETED, add_product, matmul
+from flash_decoding.backends.triton.tile_io import INTERPRETED, add_product, by_column, by_row, matmul
 
 # Queries are scaled to where float16 keeps even those exactly that are far smaller than the largest of their row.
 _QUERY_EXPONENT = tl.constexpr(14)
-# Columns, for each warp, of the product that sums weights up; all are equal, and fewer are not multiplied any faster.
+# Columns, for each warp, of the product that sums weights up (rows, if turned); all are equal, and fewer are not
+# multiplied any faster.
 _SUM_COLUMNS = tl.constexpr(8)
+_SUM_ROWS = tl.constexpr(16)
 # The unit of acc before any scale was seen; a normal number, so that dividing by it is safe.
 LEAST_SCALE = tl.constexpr(2.0**-126)
 # The unit is this much smaller than the largest scale, so that float16 holds weights of keys whose scales are far below
@@ -210,9 +212,10 @@ def locate_scales(ptr, stride, b, h_kv, FORM: tl.constexpr, IS_PAGED: tl.constex
 
 @triton.jit
 def scale_queries(
-    q, scale, scale_ptr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, FORM: tl.constexpr
+    q, scale, scale_ptr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, FORM: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """(q as float16 parts, the scale of scores [M, 1], the share of zeros), with the keys' scales that are not by key.
+    """(q as float16 parts, each row's scale of scores, the share of zeros), with the keys' scales that are not by key.
 
     The share of zeros is the sum of a row's elements, [M], of each group of whole parts, in units of the product.
     """
@@ -232,7 +235,7 @@ def scale_queries(
     if scale_ptr is not None:
         if FORM.scale == "tensor" or FORM.scale == "head":
             scale *= tl.load(scale_ptr)
-    scale *= ((exponent - _QUERY_EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
+    scale *= by_row(((exponent - _QUERY_EXPONENT) << 23).to(tl.float32, bitcast=True), TURNED)
     narrow, sums = (), ()
     for i in tl.static_range(len(q)):
         x = wide[i] * (factor * _query_factor(i % PARTS, WIDTH, FORM))[:, None]
@@ -253,28 +256,33 @@ def scale_queries(
 
 
 @triton.jit
-def multiply_keys(q, q_sums, k, scales, in_n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.constexpr):
-    """q k^T, [M, N], with the scales that differ by key; q and k are tuples of parts."""
+def multiply_keys(
+    q, q_sums, k, scales, in_n, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.constexpr, TURNED: tl.constexpr
+):
+    """q k^T, [M, N] or TURNED, with the scales that differ by key; q and k are tuples of parts."""
     if _is_scaled_by_element(WIDTH, FORM):
         k = _scale_elements(k, scales, in_n, WIDTH, BLOCK_D, FORM)
+    a, b = q, k
+    if TURNED:
+        a, b = k, q
     GROUPS: tl.constexpr = _groups_to_sum(WIDTH, FORM)
     PER_GROUP: tl.constexpr = len(k) // GROUPS
     if _is_scaled_by_key(WIDTH, FORM):
         by_group, zeros = _load_scales(scales, in_n, GROUPS, FORM)
     for g in tl.static_range(GROUPS):
         if _has_zeros(WIDTH, FORM) and not FORM.zero_point:
-            product = tl.broadcast_to((q_sums[g] * -zero_of(FORM))[:, None], [q[0].shape[0], k[0].shape[0]])
-            product = add_product(product, q[g * PER_GROUP], tl.trans(k[g * PER_GROUP]))
+            product = _zero_tile(q[0].shape[0], k[0].shape[0], TURNED) + by_row(q_sums[g] * -zero_of(FORM), TURNED)
+            product = add_product(product, a[g * PER_GROUP], tl.trans(b[g * PER_GROUP]))
         else:
-            product = matmul(q[g * PER_GROUP], tl.trans(k[g * PER_GROUP]))
-        for i in tl.static_range(1, PER_GROUP):
-            product = add_product(product, q[g * PER_GROUP + i], tl.trans(k[g * PER_GROUP + i]))
+            product = matmul(a[g * PER_GROUP], tl.trans(b[g * PER_GROUP]))
+        for i in tl.static_range(g * PER_GROUP + 1, (g + 1) * PER_GROUP):
+            product = add_product(product, a[i], tl.trans(b[i]))
         for i in tl.static_range(len(k), len(q)):  # what queries times scales per channel lack
-            product = add_product(product, q[i], tl.trans(k[i - len(k)]))
+            product = add_product(product, a[i % len(a)], tl.trans(b[i % len(b)]))
         if _is_scaled_by_key(WIDTH, FORM):
             if FORM.zero_point:
-                product -= q_sums[g][:, None] * zeros[g][None, :]
-            product *= by_group[g][None, :]
+                product -= by_row(q_sums[g], TURNED) * by_column(zeros[g], TURNED)
+            product *= by_column(by_group[g], TURNED)
         if g == 0:
             s = product
         else:
@@ -309,7 +317,9 @@ def _groups_to_sum(WIDTH, FORM):
 
 
 @triton.jit
-def weigh_values(acc, unit, alpha, p, v, scales, in_n, WIDTH: tl.constexpr, FORM: tl.constexpr):
+def weigh_values(
+    acc, unit, alpha, p, v, scales, in_n, WIDTH: tl.constexpr, FORM: tl.constexpr, TURNED: tl.constexpr
+):
     """(acc * alpha + p v, its unit), with the scales that differ by key; v are parts, acc as zero_acc() has it.
 
     Weights times scales might leave the range of float16: acc is in a unit that follows the largest scale seen so far.
@@ -328,36 +338,52 @@ def weigh_values(acc, unit, alpha, p, v, scales, in_n, WIDTH: tl.constexpr, FORM
         alpha, unit = alpha * (unit / new_unit), new_unit
         weights = ()
         for g in tl.static_range(GROUPS):
-            weights = weights + ((p * (by_group[g] / unit)[None, :]).to(v[0].dtype),)
+            weights = weights + ((p * by_column(by_group[g] / unit, TURNED)).to(v[0].dtype),)
+    alpha = by_row(alpha, TURNED)
     folded = ()
     for i in tl.static_range(len(v)):
-        folded = folded + (add_product(acc[i] * alpha[:, None], weights[i // PER_GROUP], v[i]),)
+        folded = folded + (_add_values(acc[i] * alpha, weights[i // PER_GROUP], v[i], TURNED),)
     if _has_zeros(WIDTH, FORM):
         for g in tl.static_range(GROUPS):
             if FORM.zero_point:
-                zero = tl.broadcast_to(zeros[g].to(tl.float16)[:, None], [p.shape[1], acc[len(v) + g].shape[1]])
+                zero = zeros[g].to(tl.float16)
             else:
-                zero = tl.full([p.shape[1], acc[len(v) + g].shape[1]], zero_of(FORM), tl.float16)
-            folded = folded + (add_product(acc[len(v) + g] * alpha[:, None], weights[g], zero),)
+                zero = tl.full([p.shape[0 if TURNED else 1]], zero_of(FORM), tl.float16)
+            equal = tl.zeros([acc[len(v) + g].shape[0 if TURNED else 1]], tl.float16)
+            zero = by_row(zero, TURNED) + by_column(equal, TURNED)
+            folded = folded + (_add_values(acc[len(v) + g] * alpha, weights[g], zero, TURNED),)
     return folded, unit
 
 
 @triton.jit
+def _add_values(acc, p, v, TURNED: tl.constexpr):
+    """acc + p v, where v is [Dv, N] if TURNED and the others are likewise."""
+    return add_product(acc, v, p) if TURNED else add_product(acc, p, v)
+
+
+@triton.jit
 def zero_acc(
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr, NUM_WARPS: tl.constexpr
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr, NUM_WARPS: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """An accumulator for each part, [M, BLOCK], and then one for the zeros' share in each group of parts."""
+    """An accumulator for each part, [M, BLOCK] or TURNED, and then one for the zeros' share in each group of parts."""
     acc = ()
     for _ in tl.static_range(parts_of(FORM)):
-        acc = acc + (tl.zeros([BLOCK_M, BLOCK], tl.float32),)
+        acc = acc + (_zero_tile(BLOCK_M, BLOCK, TURNED),)
     if _has_zeros(WIDTH, FORM):
         for _ in tl.static_range(_groups_to_sum(WIDTH, FORM)):
-            acc = acc + (tl.zeros([BLOCK_M, _SUM_COLUMNS * NUM_WARPS], tl.float32),)
+            acc = acc + (_zero_tile(BLOCK_M, (_SUM_ROWS if TURNED else _SUM_COLUMNS) * NUM_WARPS, TURNED),)
     return acc
 
 
 @triton.jit
-def finish_values(acc, unit, scale_ptr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+def _zero_tile(M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr):
+    """Zeros, [M, N] or TURNED."""
+    return tl.zeros([N, M] if TURNED else [M, N], tl.float32)
+
+
+@triton.jit
+def finish_values(acc, unit, scale_ptr, WIDTH: tl.constexpr, FORM: tl.constexpr, TURNED: tl.constexpr):
     """The parts of acc, with the scales and without the zeros' share that they still have."""
     PARTS: tl.constexpr = parts_of(FORM)
     PER_GROUP: tl.constexpr = PARTS // _groups_to_sum(WIDTH, FORM)
@@ -371,8 +397,8 @@ def finish_values(acc, unit, scale_ptr, WIDTH: tl.constexpr, FORM: tl.constexpr)
     for i in tl.static_range(PARTS):
         x = acc[i]
         if _has_zeros(WIDTH, FORM):
-            share = tl.max(acc[PARTS + i // PER_GROUP], 1)
-            x = x * factor_of(i, FORM) - share[:, None]
+            share = tl.max(acc[PARTS + i // PER_GROUP], 0 if TURNED else 1)
+            x = x * factor_of(i, FORM) - by_row(share, TURNED)
         finished = finished + (x * factor,)
     return finished
 

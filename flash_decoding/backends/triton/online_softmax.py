@@ -4,15 +4,16 @@ import triton
 import triton.language as tl
 
 from flash_decoding.backends.triton.scores import LOG2_E
+from flash_decoding.backends.triton.tile_io import by_row
 
 
 @triton.jit
-def weigh_scores(m, s):
-    """The maximum with scores s [M, N] (base 2), alpha, which rescales l and acc, and the weights p [M, N]."""
-    m_new = tl.maximum(m, tl.max(s, 1))
+def weigh_scores(m, s, TURNED: tl.constexpr):
+    """The maximum with scores s (base 2), alpha, which rescales l and acc, and the weights p, as s [M, N] or TURNED."""
+    m_new = tl.maximum(m, tl.max(s, 0 if TURNED else 1))
     m_ref = finite_or_zero(m_new)
     alpha = tl.exp2(m - m_ref)
-    p = tl.exp2(s - m_ref[:, None])
+    p = tl.exp2(s - by_row(m_ref, TURNED))
     return m_new, alpha, p
 
 

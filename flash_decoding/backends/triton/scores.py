@@ -5,14 +5,16 @@ import math
 import triton
 import triton.language as tl
 
+from flash_decoding.backends.triton.tile_io import by_column, by_row
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def transform_scores(s, scale, softcap, slopes, own, n):
+def transform_scores(s, scale, softcap, slopes, own, n, TURNED: tl.constexpr):
     """Scale, cap, bias by distance, in float32 after the product; change to base 2. An option that is None is off.
 
-    The scale is a number or [M, 1].
+    The scale is a number or has one for each row, by_row().
     """
     if softcap is None and slopes is None:
         s = s * (scale * LOG2_E)
@@ -21,7 +23,8 @@ def transform_scores(s, scale, softcap, slopes, own, n):
         if softcap is not None:
             s = softcap_scores(s, softcap)
         if slopes is not None:
-            s = s - slopes[:, None] * tl.abs(own[:, None] - n[None, :]).to(tl.float32)
+            distance = tl.abs(by_row(own, TURNED) - by_column(n, TURNED))
+            s = s - by_row(slopes, TURNED) * distance.to(tl.float32)
         s = s * LOG2_E
     return s
 
@@ -39,17 +42,19 @@ def softcap_scores(s, cap):
 
 @triton.jit
 def sees(
-    n, own, t, in_row, tree_ptr, tree_step_t, tree_step_n, first_new, window, CAUSAL: tl.constexpr, Lq: tl.constexpr
-):
-    """Which query row may see which key, [M, N]; own is each row's position, the new tokens start at first_new."""
-    seen = in_row[:, None] & (n >= 0)[None, :]
+    n, own, t, in_row, tree_ptr, tree_step_t, tree_step_n, first_new, window,
+    CAUSAL: tl.constexpr, Lq: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Which query row may see which key; own is each row's position, the new tokens start at first_new."""
+    seen = by_row(in_row, TURNED) & by_column(n >= 0, TURNED)
     if tree_ptr is not None:
         new = n - first_new
         is_new = (new >= 0) & (new < Lq)
-        at = tree_ptr + t[:, None] * tree_step_t + new[None, :] * tree_step_n
-        seen &= (new < 0)[None, :] | (tl.load(at, mask=in_row[:, None] & is_new[None, :], other=0) != 0)
+        at = tree_ptr + by_row(t, TURNED) * tree_step_t + by_column(new, TURNED) * tree_step_n
+        mask = by_row(in_row, TURNED) & by_column(is_new, TURNED)
+        seen &= by_column(new < 0, TURNED) | (tl.load(at, mask=mask, other=0) != 0)
     elif CAUSAL:
-        seen &= n[None, :] <= own[:, None]
+        seen &= by_column(n, TURNED) <= by_row(own, TURNED)
     if window is not None:
-        seen &= n[None, :] >= (own - window)[:, None]
+        seen &= by_column(n, TURNED) >= by_row(own - window, TURNED)
     return seen

@@ -74,17 +74,35 @@ def locate_rows(table_ptr, n, first, in_n, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl
 
 
 @triton.jit
-def load_rows(ptr, stride, page, slot, in_n, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns from START on of a head's rows of K or V, [N, BLOCK]; zero past WIDTH and where not in_n (None: all)."""
+def by_row(x, TURNED: tl.constexpr):
+    """x [M] beside a tile [M, ...], or a TURNED one, [..., M]."""
+    return x[None, :] if TURNED else x[:, None]
+
+
+@triton.jit
+def by_column(x, TURNED: tl.constexpr):
+    """x [N] beside a tile [..., N], or a TURNED one, [N, ...]."""
+    return x[:, None] if TURNED else x[None, :]
+
+
+@triton.jit
+def load_rows(
+    ptr, stride, page, slot, in_n, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr
+):
+    """Columns from START on of a head's rows of K or V; zero past WIDTH and where not in_n (None: all).
+
+    A tile is [N, BLOCK], or [BLOCK, N] if TURNED: as the first factor of a product the compiler takes a tile straight
+    from the pipeline only if it was loaded that way round.
+    """
     d = START + tl.arange(0, BLOCK)
-    at = ptr + (page * stride[0] + slot * stride[2])[:, None] + d[None, :]
+    at = ptr + by_row(page * stride[0] + slot * stride[2], TURNED) + by_column(d, TURNED)
     if in_n is None:
         if START + BLOCK <= WIDTH:
             x = tl.load(at)
         else:
-            x = tl.load(at, mask=(d < WIDTH)[None, :], other=0.0)
+            x = tl.load(at, mask=by_column(d < WIDTH, TURNED), other=0.0)
     else:
-        x = tl.load(at, mask=in_n[:, None] & (d < WIDTH)[None, :], other=0.0)
+        x = tl.load(at, mask=by_row(in_n, TURNED) & by_column(d < WIDTH, TURNED), other=0.0)
     return x
 
 
