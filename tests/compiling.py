@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from flash_decoding.backends.triton.append import _WARPS, _append_kernel, choose_rows
 from flash_decoding.backends.triton.chunk import _chunk_kernel
+from flash_decoding.backends.triton.codes import words_of
 from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel, block_of_splits, block_of_states
 from flash_decoding.split_plan import Tile, next_power_of_2
 
@@ -45,12 +46,14 @@ def compile_chunk(
     options=False,
     ragged=False,
     kv_format=None,
+    fixed=True,
 ) -> Compiled:
     """The chunk kernel as an aligned call compiles it; masked: with lengths, starts, a key mask; options: with all."""
     forms = (None, None) if kv_format is None else (kv_format.k, kv_format.v)
     k_scale, v_scale = ("constexpr" if form is None else "*i32" if form.group else "*fp32" for form in forms)
     k, v = (f"*{NAMES[dtype]}" if form is None else "*i16" for form in forms)
     x, stride = f"*{NAMES[dtype]}", ("i32", "i32", "i32")
+    k_width, v_width = words_of(head_dim, forms[0]), words_of(value_dim, forms[1])
     partial = "*fp32" if split else "constexpr"
     lens = "*i32" if masked or page_size or ragged else "constexpr"
     signature = {
@@ -76,6 +79,7 @@ def compile_chunk(
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "REST_D": tile.rest_d,
         "BLOCK_DV": tile.block_dv, "NUM_WARPS": tile.num_warps,
         "TURNED": tile.block_m < 16 and dtype != torch.float32,
+        "STEPS": (k_width, v_width, 1, 1) if fixed else (None,) * 4,
     }  # fmt: skip
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 

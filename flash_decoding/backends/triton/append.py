@@ -70,7 +70,8 @@ def _append_kernel(
         page, slot = b, position
         if block_table_ptr is not None:
             table = block_table_ptr + b * block_table_step
-            page, slot = locate_rows(table, position, 0, in_row, PAGE_SIZE, False)
+            _, _, by_key, slot = locate_rows(table, position, 0, in_row, PAGE_SIZE, False)
+            page = by_key[0]
             in_row &= (page >= 0) & (page < pages)
         if part == 0:
             d = _columns(D, K_FORM, BLOCK_D)

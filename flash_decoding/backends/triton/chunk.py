@@ -90,6 +90,7 @@ def _chunk_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     TURNED: tl.constexpr,  # whether tiles of scores are [N, M] and acc is [Dv, M]
+    STEPS: tl.constexpr,  # of k, v, k_scale, v_scale from key to key, in 32 bits; None: stride has it
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
     row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
@@ -161,12 +162,12 @@ def _chunk_kernel(
     for n in range(start, whole, BLOCK_N):
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE,
-            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED, STEPS,
         )  # fmt: skip
     if whole < stop:
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE,
-            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED, STEPS,
         )  # fmt: skip
 
     at_row = at + row
@@ -205,6 +206,7 @@ def _fold_tile(
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr,
     FP8_CONVERT: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, TURNED: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`."""
     t, in_token, first_new = tokens
@@ -219,17 +221,18 @@ def _fold_tile(
         # The value of a masked key may be NaN, which a weight of zero does not remove: it is masked on load too.
         in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_step_n, mask=n < stop, other=0) != 0
 
-    page, slot = locate_rows(block_table_ptr, n, first, in_n, PAGE_SIZE, ONE_PAGE)
-    k_words = load_rows(k_ptr, k_stride, page, slot, in_n, 0, words_of(D, K_FORM), BLOCK_D, False)
+    where = locate_rows(block_table_ptr, n, first, in_n, PAGE_SIZE, ONE_PAGE)
+    k_words = load_rows(k_ptr, k_stride, where, in_n, STEPS[0], 0, words_of(D, K_FORM), BLOCK_D, False)
     if V_IN_K:
         v_words = k_words
     else:
-        v_words = load_rows(v_ptr, v_stride, page, slot, in_n, 0, words_of(DV, V_FORM), BLOCK_DV, TURNED)
+        v_words = load_rows(v_ptr, v_stride, where, in_n, STEPS[1], 0, words_of(DV, V_FORM), BLOCK_DV, TURNED)
     k = widen(k_words, K_FORM, FP8_CONVERT)
     if REST_D > 0:
-        rest = load_rows(k_ptr, k_stride, page, slot, in_n, BLOCK_D, words_of(D, K_FORM), REST_D, False)
+        rest = load_rows(k_ptr, k_stride, where, in_n, STEPS[0], BLOCK_D, words_of(D, K_FORM), REST_D, False)
         k = k + widen(rest, K_FORM, FP8_CONVERT)
-    s = multiply_keys(q, q_sums, k, (k_scale_ptr, k_scale_stride, page, slot), in_n, D, BLOCK_D, K_FORM, TURNED)
+    k_scales = (k_scale_ptr, k_scale_stride, where, STEPS[2])
+    s = multiply_keys(q, q_sums, k, k_scales, in_n, D, BLOCK_D, K_FORM, TURNED)
 
     own = first_new + t
     s = transform_scores(s, scale, softcap, slopes, own, n, TURNED)
@@ -240,7 +243,7 @@ def _fold_tile(
         s = tl.where(seen, s, float("-inf"))
     m, alpha, p = weigh_scores(m, s, TURNED)
     v = widen(v_words, V_FORM, FP8_CONVERT)
-    v_scales = (v_scale_ptr, v_scale_stride, page, slot)
+    v_scales = (v_scale_ptr, v_scale_stride, where, STEPS[3])
     acc, unit = weigh_values(acc, unit, alpha, p, v, v_scales, in_n, DV, V_FORM, TURNED)
     # After acc: with the sum before it heads of 256 spill on sm_90 (Triton 3.9).
     l = l * alpha + tl.sum(p, 0 if TURNED else 1)
@@ -291,7 +294,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k, k_form, v_form,
             _converts_fp8(p.q.device.index) if "fp8_e4m3" in (k_codes, v_codes) else False,
             tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv, tile.num_warps,
-            turned,
+            turned, (*[_fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v, *scales)],),
         ),
         (tile.num_warps, tile.num_stages),
     )  # fmt: skip
@@ -345,6 +348,14 @@ def _row_strides(scale: Tensor | None) -> tuple[int, ...]:
     if scale is None or scale.ndim < 2:
         return 0, 0, 0
     return (0, scale.stride(0), 0) if scale.ndim == 2 else scale.stride()[:3]
+
+
+def _fixed_step(x: Tensor | None, slots: int) -> int | None:
+    """Elements from key to key, where a cache of this kind always has so many and offsets in it fit into 32 bits."""
+    if x is None or x.ndim < 3:
+        return None
+    width, step = (x.shape[3] if x.ndim == 4 else 1), x.stride(2)
+    return step if step in (width, x.shape[1] * width) and slots * step < 2**31 else None
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ import math
 import triton
 import triton.language as tl
 
-from flash_decoding.backends.triton.tile_io import INTERPRETED, add_product, by_column, by_row, matmul
+from flash_decoding.backends.triton.tile_io import INTERPRETED, add_product, by_column, by_row, matmul, point_to_rows
 
 # Queries are scaled to where float16 keeps even those exactly that are far smaller than the largest of their row.
 _QUERY_EXPONENT = tl.constexpr(14)
@@ -436,8 +436,9 @@ def _load_pair(scales, in_n, index):
 @triton.jit
 def _load_column(scales, in_n, index):
     """Entry `index` of every key's scales, [N]; 0 where not in_n (None: all)."""
-    ptr, stride, page, slot = scales
-    at = ptr + page * stride[0] + slot * stride[2] + index
+    ptr, stride, where, STEP = scales
+    ptr, rows = point_to_rows(ptr, stride, where, STEP)
+    at = ptr + (rows + index)
     if in_n is None:
         x = tl.load(at)
     else:
@@ -448,7 +449,8 @@ def _load_column(scales, in_n, index):
 @triton.jit
 def _scale_elements(parts, scales, in_n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Parts times their scales, where one lies in several groups; the first parts_of() have words from 0 to BLOCK."""
-    ptr, stride, page, slot = scales
+    ptr, stride, where, STEP = scales
+    ptr, rows = point_to_rows(ptr, stride, where, STEP)
     EACH: tl.constexpr = 2 if FORM.zero_point else 1
     WORDS: tl.constexpr = words_of(WIDTH, FORM)
     scaled = ()
@@ -458,7 +460,7 @@ def _scale_elements(parts, scales, in_n, WIDTH: tl.constexpr, BLOCK: tl.constexp
         inside = (word < WORDS)[None, :]
         if in_n is not None:
             inside = inside & in_n[:, None]
-        at = ptr + (page * stride[0] + slot * stride[2])[:, None] + (group * EACH)[None, :]
+        at = ptr + (rows[:, None] + (group * EACH)[None, :])
         x = parts[i].to(tl.float32) * factor_of(i % parts_of(FORM), FORM)
         if FORM.zero_point:
             x -= tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)

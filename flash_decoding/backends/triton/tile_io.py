@@ -60,17 +60,42 @@ def split_range(first, last, split, num_splits, split_size, BLOCK_N: tl.constexp
 
 @triton.jit
 def locate_rows(table_ptr, n, first, in_n, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """(page, slot) of the keys n from `first` on, int64; a dense cache is one page. Never looks up a key not in_n."""
-    page, slot = 0, n.to(tl.int64)
-    if table_ptr is not None:
-        slot = slot % PAGE_SIZE
-        if ONE_PAGE:
-            page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
-        elif in_n is None:
-            page = tl.load(table_ptr + n // PAGE_SIZE).to(tl.int64)
+    """Where the keys n from `first` on are: (page, start, pages, slot), for point_to_rows().
+
+    Key i of the tile is in row start + slot[i] of page, or of pages[0][i] where that is there; a dense cache is one page.
+    What all keys share is kept apart, since it is worked out once a tile. Never looks up a key not in_n.
+    """
+    page, start, pages = 0, 0, ()
+    if table_ptr is None:
+        start, slot = first.to(tl.int64), n - first
+    elif ONE_PAGE:
+        page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
+        start, slot = (first % PAGE_SIZE).to(tl.int64), n - first
+    else:
+        if in_n is None:
+            pages = (tl.load(table_ptr + n // PAGE_SIZE).to(tl.int64),)
         else:
-            page = tl.load(table_ptr + n // PAGE_SIZE, mask=in_n, other=0).to(tl.int64)
-    return page, slot
+            pages = (tl.load(table_ptr + n // PAGE_SIZE, mask=in_n, other=0).to(tl.int64),)
+        slot = n % PAGE_SIZE
+    return page, start, pages, slot
+
+
+@triton.jit
+def point_to_rows(ptr, stride, where, STEP: tl.constexpr):
+    """(pointer, offsets [N]): where the keys' rows of an array are.
+
+    With a STEP from row to row that the compiler knows most of an address is known; None: what stride says.
+    """
+    page, start, pages, slot = where
+    if STEP is None:
+        ptr += page * stride[0] + start * stride[2]
+        rows = slot.to(tl.int64) * stride[2]
+    else:
+        ptr += page * stride[0] + start * STEP
+        rows = slot * STEP
+    if len(pages) > 0:
+        rows += pages[0] * stride[0]
+    return ptr, rows
 
 
 @triton.jit
@@ -87,15 +112,17 @@ def by_column(x, TURNED: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    ptr, stride, page, slot, in_n, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr
-):
+    ptr, stride, where, in_n,
+    STEP: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
     """Columns from START on of a head's rows of K or V; zero past WIDTH and where not in_n (None: all).
 
     A tile is [N, BLOCK], or [BLOCK, N] if TURNED: as the first factor of a product the compiler takes a tile straight
     from the pipeline only if it was loaded that way round.
     """
     d = START + tl.arange(0, BLOCK)
-    at = ptr + by_row(page * stride[0] + slot * stride[2], TURNED) + by_column(d, TURNED)
+    ptr, rows = point_to_rows(ptr, stride, where, STEP)
+    at = ptr + (by_row(rows, TURNED) + by_column(d, TURNED))
     if in_n is None:
         if START + BLOCK <= WIDTH:
             x = tl.load(at)
