@@ -120,12 +120,11 @@ def widen(words, FORM: tl.constexpr, FP8_CONVERT: tl.constexpr):
     elif FORM.codes == "fp8_e4m3":
         parts = tl.inline_asm_elementwise(
             """{
-            .reg .b16 a, b; .reg .b32 x, y;
-            mov.b32 {a, b}, $2;
-            cvt.rn.f16x2.e4m3x2 x, a;
-            cvt.rn.f16x2.e4m3x2 y, b;
-            prmt.b32 $0, x, y, 0x5410;
-            prmt.b32 $1, x, y, 0x7632;
+            .reg .b16 a, b; .reg .b32 sorted;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {a, b}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, a;
+            cvt.rn.f16x2.e4m3x2 $1, b;
             }""",
             "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
