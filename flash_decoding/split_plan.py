@@ -153,16 +153,21 @@ def choose_tile(
         block_n = min(max(16384 // (block_m * widest), 8), 64)
         return Tile(block_m, block_n, block_d, block_dv, 8, 3, rest_d, 1)
 
-    block_m = min(max(rows, 16), 64 if widest <= 128 else 32 if widest <= 256 else 16)
+    # Tensor cores take eight columns or sixteen rows: up to eight rows of q are the columns of products with keys. Not
+    # of wide heads, nor where scales multiply the elements of a tile of values.
+    least = 8 if widest <= 256 and scales < math.inf else 16
+    block_m = min(max(rows, least), 64 if widest <= 128 else 32 if widest <= 256 else 16)
     block_n = 64 if widest == 128 or (block_m == 64 and widest <= 128) else 32 if widest <= 256 else 16
     warps = 1 if widest <= 64 else 4 if widest <= 256 else 8  # per 16 rows
     buffers = 3
-    if widest == 128 and block_m == 16:
+    if block_m == 8:
+        warps = 1 if widest <= 64 else 2  # from four on the compiler takes products of 64 keys by 16 rows
+    if widest == 128 and block_m <= 16:
         if paged and ragged:
             block_n, warps = 32, 1
         elif ragged:
             warps = 2
-        elif paged and shared_memory >= 160 * 1024:
+        elif paged and shared_memory >= 160 * 1024 and block_m == 16:
             block_n = 128  # one program per processor
         elif paged:
             warps = 2
@@ -178,9 +183,9 @@ def choose_tile(
             # Codes of 4 bits beside wider elements spill in tiles of 64 keys.
             small = ragged or scales > 2 or (most == 4 and (block_m > 16 or parts != (4, 4)))
             block_n, warps, buffers = (32, 1, 2) if small else (64, 1, 2) if most == 4 else (32, 1, 3)
-            if scales == 0 and not ragged:
+            if scales == 0 and not ragged and block_m > 8:
                 block_n, warps, buffers = (128, 4, 2) if widest == 128 and block_m == 16 else (64, 1, 3)
-    tile = Tile(block_m, block_n, block_d, block_dv, min(block_m // 16 * warps, 8), 1, rest_d)
+    tile = Tile(block_m, block_n, block_d, block_dv, min(max(block_m // 16, 1) * warps, 8), 1, rest_d)
     return _with_pipeline(tile, buffers, element_size, shared_memory, paged)
 
 

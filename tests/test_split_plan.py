@@ -110,7 +110,7 @@ def test_tiles_hold_the_problem_and_fit(group, head_dim, value_dim, element_size
     assert tile.num_warps <= 8
     assert tile.num_stages >= 2
     if element_size == 2:
-        assert tile.block_m >= 16, "tensor cores take sixteen rows"
+        assert tile.block_m >= 8, "tensor cores take sixteen rows, or eight columns"
         pipeline = (tile.num_stages - 1) * tile.block_n * (tile.block_d + tile.block_dv) * element_size
         assert pipeline < shared_memory
     else:
@@ -127,7 +127,7 @@ class TestTable:
     SETTING = Setting(block_n=64, num_warps=1, buffers=2, programs=4)
     LONG = (2, 8, 8, 65536, 64)  # 268 MB
 
-    def table(self, kind="dense", width=64, rows=16, from_mb=96, setting=SETTING):
+    def table(self, kind="dense", width=64, rows=8, from_mb=96, setting=SETTING):
         return Table({Key(kind, width, rows, from_mb): setting})
 
     def test_a_setting_replaces_tile_and_program_count(self):

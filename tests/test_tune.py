@@ -39,7 +39,7 @@ from flash_decoding.tuning import FOLDER_VARIABLE, file_name, find_table, user_f
 H200 = Device(132, 232448)
 RTX4060 = Device(24, 99 * 1024)
 GPU = "NVIDIA Test 9000"
-KEY = Key("dense", 64, 16, 96)
+KEY = Key("dense", 64, 8, 96)
 SETTING = Setting(block_n=64, num_warps=1, buffers=2, programs=4)
 # The settings are those of the GPU's kernels.
 TRITON = [one for one in TARGETS if one.values[0].backend == "triton"]
@@ -109,7 +109,7 @@ class TestFiles:
 
     def test_the_user_s_file_comes_first_key_by_key(self, folders):
         packaged, own = folders
-        other, third = Key("paged", 128, 16, 24), Key("ragged", 64, 16, 96)
+        other, third = Key("paged", 128, 16, 24), Key("ragged", 64, 8, 96)
         put(packaged, document((KEY, SETTING), (other, SETTING), (third, SETTING)))
         mine = Setting(128, 4, 2, 2)
         put(own, document((KEY, mine), (other, None)))
@@ -229,7 +229,7 @@ class TestChoice:
         assert measure(target_of(), H200, Clock(times)).setting is None
 
     def test_a_gain_on_one_sample_is_shared_over_all(self):
-        measured = measure(target_of(), H200, Clock(time_by_tile((128, 4, 2), 0.9, only=0)))
+        measured = measure(target_of(), H200, Clock(time_by_tile((128, 2, 2), 0.9, only=0)))
         assert measured.gain == pytest.approx((1 / 0.9) ** (1 / 3))
 
     def test_program_counts_are_candidates(self):
@@ -373,7 +373,7 @@ class TestTimer:
         monkeypatch.setattr(tile_sweep, "capture", lambda calls: (calls, [call() for call in calls]))
         monkeypatch.setattr(tile_sweep, "time_graph", lambda graph, calls, *_, repeats: Timed(float(calls), 0.0, []))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 1 << 20))
-        key = Key("dense", 64, 16, 0)
+        key = Key("dense", 64, 8, 0)
         method = Method(rotated_bytes=200_000, graph_repeats=3)
         return tile_sweep.GpuTimer([tile_sweep.Target(key, self.SAMPLES, ())], method, target.device)
 
@@ -443,7 +443,7 @@ class TestDocument:
 
     def test_other_keys_of_the_file_stay_with_their_run(self, tmp_path):
         path = tmp_path / "deep" / "x.json"
-        other, later = Key("paged", 64, 16, 24), {"environment": {"date": "later"}}
+        other, later = Key("paged", 64, 8, 24), {"environment": {"date": "later"}}
         write_document(path, GPU, RUN, [measured_of(KEY), measured_of(other)])
         write_document(path, GPU, later, [measured_of(KEY, None)])
         written = json.loads(path.read_text())
@@ -459,8 +459,8 @@ class TestDocument:
     def test_a_file_that_cannot_be_used_is_written_over(self, tmp_path, old):
         path = tmp_path / "x.json"
         path.write_text(old)
-        write_document(path, GPU, RUN, [measured_of(Key("paged", 64, 16, 24))])
-        assert list(tuning.parse(json.loads(path.read_text()), GPU)) == [Key("paged", 64, 16, 24)]
+        write_document(path, GPU, RUN, [measured_of(Key("paged", 64, 8, 24))])
+        assert list(tuning.parse(json.loads(path.read_text()), GPU)) == [Key("paged", 64, 8, 24)]
 
 
 def run(*arguments: object):
@@ -512,7 +512,7 @@ class TestCommand:
         result = run("--kind", "dense", "--width", 64)
         assert result.exit_code == 0, result.stderr
         (row,) = [" ".join(line.split()) for line in result.stdout.splitlines() if "≥ 96 MB" in line]
-        assert row == "dense ≥ 96 MB, D 64, 16 rows 32, 1, 3 64, 1, 2; 2 3.1%"
+        assert row == "dense ≥ 96 MB, D 64, 8 rows 32, 1, 3 64, 1, 2; 2 3.1%"
         assert "a sample does not fit" in result.stdout
         table = find_table(GPU)
         assert table.settings[KEY].block_n == 64
@@ -547,7 +547,7 @@ def test_on_a_gpu(tmp_path):
     assert result.exit_code == 0, result.stdout + result.stderr
     content = json.loads(file.read_text())
     keys = tuning.parse(content, torch.cuda.get_device_name())
-    assert [key[:3] for key in keys] == [("dense", 64, 16)] * 2
+    assert [key[:3] for key in keys] == [("dense", 64, 8)] * 2
     for entry in content["keys"]:
         for case in entry["cases"]:
             assert all(row[-1] is not None and row[-1] > 0 for row in case["screened"])

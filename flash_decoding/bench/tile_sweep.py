@@ -55,24 +55,29 @@ _SHORT = 256
 
 # What a tile goes through at a time: keys, warps, buffers. What was within 3 % of the best in the sweeps on an H200.
 _TILES: dict[tuple[str, int, int], tuple[tuple[int, int, int], ...]] = {
-    ("dense", 64, 16): ((32, 1, 3), (64, 1, 2), (64, 1, 3), (128, 2, 2), (128, 4, 2)),
+    ("dense", 64, 8): ((32, 1, 3), (64, 1, 2), (64, 1, 3), (128, 2, 2), (128, 1, 1)),
+    ("dense", 128, 8): ((64, 2, 3), (32, 1, 3), (64, 2, 2), (64, 1, 2), (128, 2, 2), (64, 4, 3), (128, 4, 2)),
+    ("dense", 256, 8): ((32, 2, 3), (32, 4, 3), (32, 4, 2), (64, 4, 2), (32, 1, 2)),
     ("dense", 128, 16): ((64, 4, 3), (128, 4, 2), (64, 2, 2), (64, 4, 2), (32, 1, 3)),
-    ("dense", 256, 16): ((32, 4, 3), (32, 4, 2), (64, 4, 2), (64, 8, 2), (32, 8, 3)),
     ("dense", 128, 32): ((64, 8, 3), (64, 4, 3), (64, 4, 2), (128, 8, 2), (32, 4, 3)),
     ("dense", 128, 64): ((64, 8, 3), (64, 8, 2), (64, 4, 2), (128, 8, 2), (32, 4, 3)),
-    ("paged", 64, 16): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 2, 2), (128, 4, 2)),
-    ("paged", 128, 16): ((128, 4, 2), (64, 2, 2), (64, 4, 2), (32, 1, 2), (32, 1, 3)),
-    ("ragged", 64, 16): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 1, 3), (64, 2, 2)),
-    ("ragged", 128, 16): ((64, 2, 2), (64, 4, 3), (64, 4, 2), (32, 1, 3), (32, 1, 2)),
-    ("ragged-paged", 64, 16): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 2, 2), (64, 2, 1)),
-    ("ragged-paged", 128, 16): ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 1), (64, 4, 2)),
+    ("paged", 64, 8): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 2, 2), (128, 2, 2)),
+    ("paged", 128, 8): ((64, 2, 2), (128, 4, 2), (128, 2, 2), (64, 1, 2), (32, 1, 2), (32, 1, 3)),
+    ("ragged", 64, 8): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 1, 3), (64, 2, 2)),
+    ("ragged", 128, 8): ((64, 2, 2), (64, 2, 3), (64, 1, 2), (32, 1, 3), (32, 1, 2)),
+    ("ragged-paged", 64, 8): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 2, 2), (64, 2, 1)),
+    ("ragged-paged", 128, 8): ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 1, 2), (64, 1, 1)),
 }
 # The calls of a kind and a number of rows: their capacities follow from the size.
 _CALLS: dict[tuple[str, int], tuple[dict[str, int], ...]] = {
-    ("dense", 16): (
+    ("dense", 8): (
         {"batch": 1, "heads_q": 32, "heads_kv": 8},
         {"batch": 2, "heads_q": 8, "heads_kv": 8},
         {"batch": 16, "heads_q": 32, "heads_kv": 8},
+    ),
+    ("dense", 16): (
+        {"batch": 1, "heads_q": 64, "heads_kv": 4},
+        {"batch": 16, "heads_q": 32, "heads_kv": 8, "q_len": 4},
     ),
     ("dense", 32): (
         {"batch": 1, "heads_q": 64, "heads_kv": 8, "q_len": 4},
@@ -82,17 +87,17 @@ _CALLS: dict[tuple[str, int], tuple[dict[str, int], ...]] = {
         {"batch": 1, "heads_q": 64, "heads_kv": 1},
         {"batch": 16, "heads_q": 64, "heads_kv": 1},
     ),
-    ("paged", 16): (
+    ("paged", 8): (
         {"batch": 1, "heads_q": 32, "heads_kv": 8, "page_size": 16},
         {"batch": 1, "heads_q": 32, "heads_kv": 8, "page_size": 64},
         {"batch": 1, "heads_q": 8, "heads_kv": 8, "page_size": 16},
     ),
-    ("ragged", 16): (
+    ("ragged", 8): (
         {"batch": 16, "heads_q": 32, "heads_kv": 8, "spread": 1},
         {"batch": 64, "heads_q": 32, "heads_kv": 8, "spread": 64},
         {"batch": 8, "heads_q": 8, "heads_kv": 8, "spread": 32},
     ),
-    ("ragged-paged", 16): (
+    ("ragged-paged", 8): (
         {"batch": 16, "heads_q": 32, "heads_kv": 8, "page_size": 16, "spread": 1},
         {"batch": 64, "heads_q": 32, "heads_kv": 8, "page_size": 16, "spread": 64},
         {"batch": 8, "heads_q": 32, "heads_kv": 8, "page_size": 64, "spread": 32},
@@ -103,7 +108,7 @@ _CALLS: dict[tuple[str, int], tuple[dict[str, int], ...]] = {
 _CAPACITIES = {0: 4 << 20, 6: 16 << 20, 24: 32 << 20, 96: 256 << 20}
 _RAGGED_CAPACITIES = {24: 32 << 20, 96: 1 << 30}
 # What --quick measures: where most of the time of a model's attention goes.
-_QUICK_WIDTHS, _QUICK_ROWS, _QUICK_FROM_MB = (64, 128), 16, 24
+_QUICK_WIDTHS, _QUICK_ROWS, _QUICK_FROM_MB = (64, 128), 8, 24
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ _WIDE_GROUPS_MEMORY = 144 * 1024
 def _chunk_kernel(
     q_ptr, q_stride,  # [B, Hq, Lq, D]; strides without the last, contiguous axis, here and below
     k_ptr, k_stride,  # [B, Hkv, N, D], or pages [pages, Hkv, PAGE_SIZE, D]; of codes, words of 16 bits
-    v_ptr, v_stride,  # likewise, Dv wide
+    v_ptr, v_stride,  # likewise, Dv wide; stride None: as k's
     k_scale_ptr, k_scale_stride,  # as Problem has them; None: 1
     v_scale_ptr, v_scale_stride,
     block_table_ptr, block_table_step,  # [B, max_pages]; None: a dense cache
@@ -93,6 +93,8 @@ def _chunk_kernel(
     STEPS: tl.constexpr,  # of k, v, k_scale, v_scale from key to key, in 32 bits; None: stride has it
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
+    if v_stride is None:
+        v_stride = k_stride
     row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
     lens = (kv_lens_ptr, kv_start_ptr, q_lens_ptr, kv_len, window)
     pid, split, splits = tl.program_id(0), tl.program_id(1), num_splits
@@ -191,7 +193,7 @@ def _chunk_kernel(
     else:
         if split_size is not None:
             # Splits of a fixed size may be many and mostly empty; the merge does not read the acc of an empty one.
-            in_rd &= start < stop
+            in_rd = by_row(in_row, TURNED) & by_column(word < tl.where(start < stop, WORDS, 0), TURNED)
         for i in tl.static_range(len(acc)):
             dv = column_of(word, i, DV, V_FORM)
             tl.store(acc_ptr + by_row(at_row, TURNED) * DV + by_column(dv, TURNED), acc[i], mask=in_rd)
@@ -270,10 +272,13 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks, *scales)
     scale_strides = tuple([_row_strides(x) for x in scales])
     acc, m, l = (None, None, None) if partial is None else partial
+    steps = tuple([_fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v, *scales)])
+    # Equal strides are worked with once.
+    v_stride = None if strides[1] == strides[2] and steps[0] == steps[1] else strides[2]
     key = (
         variant((p.q, p.k, p.v, out), strides), p.q.dtype, tuple([x if x is None else x.dtype for x in arrays]),
         p.softcap is None, p.window is None, partial is None, lse is None, plan.split_size is None,
-        plan.at_once is None,
+        plan.at_once is None, v_stride is None,
         any(x is not None and max(x.stride()) >= 2**31 for x in (table, mask, tree)),
         None if p.kv_format is None else variant((), scale_strides),
     )  # fmt: skip
@@ -282,7 +287,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
         key,
         (problems, plan.num_splits) if plan.at_once is None else (plan.count_pieces(problems), 1),
         (
-            p.q, strides[0], p.k, strides[1], p.v, strides[2], p.k_scale, scale_strides[0], p.v_scale, scale_strides[1],
+            p.q, strides[0], p.k, strides[1], p.v, v_stride, p.k_scale, scale_strides[0], p.v_scale, scale_strides[1],
             table, 0 if table is None else table.stride(0), p.kv_lens, p.kv_start, p.q_lens,
             mask, *((0, 0) if mask is None else mask.stride()), tree, *((0, 0, 0) if tree is None else tree.stride()),
             p.alibi_slopes, p.sinks if partial is None else None,
@@ -294,7 +299,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k, k_form, v_form,
             _converts_fp8(p.q.device.index) if "fp8_e4m3" in (k_codes, v_codes) else False,
             tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv, tile.num_warps,
-            turned, (*[_fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v, *scales)],),
+            turned, steps,
         ),
         (tile.num_warps, tile.num_stages),
     )  # fmt: skip

@@ -67,10 +67,10 @@ def locate_rows(table_ptr, n, first, in_n, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl
     """
     page, start, pages = 0, 0, ()
     if table_ptr is None:
-        start, slot = first.to(tl.int64), n - first
+        start, slot = tl.zeros([], tl.int64) + first, n - first
     elif ONE_PAGE:
         page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
-        start, slot = (first % PAGE_SIZE).to(tl.int64), n - first
+        start, slot = first % PAGE_SIZE, n - first
     else:
         if in_n is None:
             pages = (tl.load(table_ptr + n // PAGE_SIZE).to(tl.int64),)
