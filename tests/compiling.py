@@ -57,7 +57,8 @@ def compile_chunk(
     partial = "*fp32" if split else "constexpr"
     lens = "*i32" if masked or page_size or ragged else "constexpr"
     signature = {
-        "q_ptr": x, "q_stride": stride, "k_ptr": k, "k_stride": stride, "v_ptr": v, "v_stride": "constexpr" if k_width == v_width else stride,
+        "q_ptr": x, "q_stride": stride, "k_ptr": k, "k_stride": stride, "v_ptr": v,
+        "v_stride": "constexpr" if k_width == v_width else stride,
         "k_scale_ptr": k_scale, "k_scale_stride": stride, "v_scale_ptr": v_scale, "v_scale_stride": stride,
         "block_table_ptr": "*i32" if page_size else "constexpr", "block_table_step": "i32",
         "kv_lens_ptr": lens, "kv_start_ptr": "*i32" if masked else "constexpr",

@@ -54,10 +54,10 @@ def test_chunk_kernel_fits_and_does_not_spill(group, head_dim, value_dim, dtype,
 @pytest.mark.parametrize("arch", SHARED)
 def test_the_shapes_that_matter_most_keep_their_resources(arch):
     """D 64 and 128 in 16 bits: loads of 16 bytes a thread, and programs small enough to share a processor."""
-    for head_dim, registers in ((64, 255), (128, 168)):
+    for head_dim in (64, 128):
         tile = choose_tile(4, 1, head_dim, head_dim, 2, SHARED[arch])
         built = compile_chunk(torch.bfloat16, 4, head_dim, head_dim, tile, arch)
-        assert built.registers <= registers
+        assert 4 * 32 * tile.num_warps * built.registers <= 65536
         assert "cp.async.cg.shared.global" in built.ptx
         assert "ldmatrix" in built.ptx
 
@@ -103,6 +103,15 @@ def test_latent_attention_fits(heads, arch):
     built = compile_chunk(torch.bfloat16, heads, 576, 512, tile, arch, page_size=64)
     assert built.shared_bytes <= SHARED[arch]
     assert "mma" in built.ptx
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_caches_of_unusual_strides_keep_their_pipeline(page_size, arch):
+    tile = choose_tile(4, 1, 128, 128, 2, SHARED[arch], paged=page_size is not None)
+    built = compile_chunk(torch.bfloat16, 4, 128, 128, tile, arch, page_size=page_size, fixed=False)
+    assert built.spills <= 16, "what spills does so once, outside the loop"
+    assert "cp.async.cg.shared.global" in built.ptx
 
 
 @pytest.mark.parametrize("arch", SHARED)

@@ -164,12 +164,14 @@ def _chunk_kernel(
     for n in range(start, whole, BLOCK_N):
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE,
-            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED, STEPS,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
+            STEPS,
         )  # fmt: skip
     if whole < stop:
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE,
-            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED, STEPS,
+            PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
+            STEPS,
         )  # fmt: skip
 
     at_row = at + row

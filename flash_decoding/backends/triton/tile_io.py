@@ -62,8 +62,8 @@ def split_range(first, last, split, num_splits, split_size, BLOCK_N: tl.constexp
 def locate_rows(table_ptr, n, first, in_n, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr):
     """Where the keys n from `first` on are: (page, start, pages, slot), for point_to_rows().
 
-    Key i of the tile is in row start + slot[i] of page, or of pages[0][i] where that is there; a dense cache is one page.
-    What all keys share is kept apart, since it is worked out once a tile. Never looks up a key not in_n.
+    Key i of the tile is in row start + slot[i] of page, or of pages[0][i] where that is there; a dense cache is one
+    page. What all keys share is kept apart, since it is worked out once a tile. Never looks up a key not in_n.
     """
     page, start, pages = 0, 0, ()
     if table_ptr is None:
