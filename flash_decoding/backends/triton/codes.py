@@ -316,9 +316,7 @@ def _groups_to_sum(WIDTH, FORM):
 
 
 @triton.jit
-def weigh_values(
-    acc, unit, alpha, p, v, scales, in_n, WIDTH: tl.constexpr, FORM: tl.constexpr, TURNED: tl.constexpr
-):
+def weigh_values(acc, unit, alpha, p, v, scales, in_n, WIDTH: tl.constexpr, FORM: tl.constexpr, TURNED: tl.constexpr):
     """(acc * alpha + p v, its unit), with the scales that differ by key; v are parts, acc as zero_acc() has it.
 
     Weights times scales might leave the range of float16: acc is in a unit that follows the largest scale seen so far.
