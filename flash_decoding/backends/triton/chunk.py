@@ -90,7 +90,7 @@ def _chunk_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     TURNED: tl.constexpr,  # whether tiles of scores are [N, M] and acc is [Dv, M]
-    STEPS: tl.constexpr,  # of k, v, k_scale, v_scale from key to key, in 32 bits; None: stride has it
+    STEPS: tl.constexpr,  # of k, v, k_scale, v_scale from key to key, in 32 bits; 0: stride has it
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
     if v_stride is None:
@@ -357,12 +357,12 @@ def _row_strides(scale: Tensor | None) -> tuple[int, ...]:
     return (0, scale.stride(0), 0) if scale.ndim == 2 else scale.stride()[:3]
 
 
-def _fixed_step(x: Tensor | None, slots: int) -> int | None:
-    """Elements from key to key, where a cache of this kind always has so many and offsets in it fit into 32 bits."""
+def _fixed_step(x: Tensor | None, slots: int) -> int:
+    """Elements from key to key, where a cache of this kind always has so many and offsets fit into 32 bits; else 0."""
     if x is None or x.ndim < 3:
-        return None
+        return 0
     width, step = (x.shape[3] if x.ndim == 4 else 1), x.stride(2)
-    return step if step in (width, x.shape[1] * width) and slots * step < 2**31 else None
+    return step if step in (width, x.shape[1] * width) and slots * step < 2**31 else 0
 
 
 @lru_cache(maxsize=64)

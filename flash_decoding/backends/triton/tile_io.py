@@ -84,10 +84,10 @@ def locate_rows(table_ptr, n, first, in_n, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl
 def point_to_rows(ptr, stride, where, STEP: tl.constexpr):
     """(pointer, offsets [N]): where the keys' rows of an array are.
 
-    With a STEP from row to row that the compiler knows most of an address is known; None: what stride says.
+    With a STEP from row to row that the compiler knows most of an address is known; 0: what stride says.
     """
     page, start, pages, slot = where
-    if STEP is None:
+    if STEP == 0:
         ptr += page * stride[0] + start * stride[2]
         rows = slot.to(tl.int64) * stride[2]
     else:
