@@ -90,7 +90,7 @@ def _chunk_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     TURNED: tl.constexpr,  # whether tiles of scores are [N, M] and acc is [Dv, M]
-    STEPS: tl.constexpr,  # of k, v, k_scale, v_scale from key to key, in 32 bits; 0: stride has it
+    STEPS: tl.constexpr,  # of k and v from key to key, in 32 bits; 0: stride has it
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
     if v_stride is None:
@@ -235,7 +235,7 @@ def _fold_tile(
     if REST_D > 0:
         rest = load_rows(k_ptr, k_stride, where, in_n, STEPS[0], BLOCK_D, words_of(D, K_FORM), REST_D, False)
         k = k + widen(rest, K_FORM, FP8_CONVERT)
-    k_scales = (k_scale_ptr, k_scale_stride, where, STEPS[2])
+    k_scales = (k_scale_ptr, k_scale_stride, where)
     s = multiply_keys(q, q_sums, k, k_scales, in_n, D, BLOCK_D, K_FORM, TURNED)
 
     own = first_new + t
@@ -247,7 +247,7 @@ def _fold_tile(
         s = tl.where(seen, s, float("-inf"))
     m, alpha, p = weigh_scores(m, s, TURNED)
     v = widen(v_words, V_FORM, FP8_CONVERT)
-    v_scales = (v_scale_ptr, v_scale_stride, where, STEPS[3])
+    v_scales = (v_scale_ptr, v_scale_stride, where)
     acc, unit = weigh_values(acc, unit, alpha, p, v, v_scales, in_n, DV, V_FORM, TURNED)
     # After acc: with the sum before it heads of 256 spill on sm_90 (Triton 3.9).
     l = l * alpha + tl.sum(p, 0 if TURNED else 1)
@@ -274,7 +274,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks, *scales)
     scale_strides = tuple([_row_strides(x) for x in scales])
     acc, m, l = (None, None, None) if partial is None else partial
-    steps = tuple([_fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v, *scales)])
+    steps = tuple([_fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v)])
     # Equal strides are worked with once.
     v_stride = None if strides[1] == strides[2] and steps[0] == steps[1] else strides[2]
     key = (
@@ -357,11 +357,9 @@ def _row_strides(scale: Tensor | None) -> tuple[int, ...]:
     return (0, scale.stride(0), 0) if scale.ndim == 2 else scale.stride()[:3]
 
 
-def _fixed_step(x: Tensor | None, slots: int) -> int:
+def _fixed_step(x: Tensor, slots: int) -> int:
     """Elements from key to key, where a cache of this kind always has so many and offsets fit into 32 bits; else 0."""
-    if x is None or x.ndim < 3:
-        return 0
-    width, step = (x.shape[3] if x.ndim == 4 else 1), x.stride(2)
+    width, step = x.shape[3], x.stride(2)
     return step if step in (width, x.shape[1] * width) and slots * step < 2**31 else 0
 
 

@@ -433,8 +433,8 @@ def _load_pair(scales, in_n, index):
 @triton.jit
 def _load_column(scales, in_n, index):
     """Entry `index` of every key's scales, [N]; 0 where not in_n (None: all)."""
-    ptr, stride, where, STEP = scales
-    ptr, rows = point_to_rows(ptr, stride, where, STEP)
+    ptr, stride, where = scales
+    ptr, rows = point_to_rows(ptr, stride, where, 0)
     at = ptr + (rows + index)
     if in_n is None:
         x = tl.load(at)
@@ -446,8 +446,8 @@ def _load_column(scales, in_n, index):
 @triton.jit
 def _scale_elements(parts, scales, in_n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Parts times their scales, where one lies in several groups; the first parts_of() have words from 0 to BLOCK."""
-    ptr, stride, where, STEP = scales
-    ptr, rows = point_to_rows(ptr, stride, where, STEP)
+    ptr, stride, where = scales
+    ptr, rows = point_to_rows(ptr, stride, where, 0)
     EACH: tl.constexpr = 2 if FORM.zero_point else 1
     WORDS: tl.constexpr = words_of(WIDTH, FORM)
     scaled = ()
