@@ -80,7 +80,7 @@ def compile_chunk(
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "REST_D": tile.rest_d,
         "BLOCK_DV": tile.block_dv, "NUM_WARPS": tile.num_warps,
         "TURNED": tile.block_m < 16 and dtype != torch.float32,
-        "STEPS": (k_width, v_width) if fixed else (0, 0),
+        "K_STEP": k_width if fixed else 0, "V_STEP": v_width if fixed else 0,
     }  # fmt: skip
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 

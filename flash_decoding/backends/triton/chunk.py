@@ -90,7 +90,7 @@ def _chunk_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     TURNED: tl.constexpr,  # whether tiles of scores are [N, M] and acc is [Dv, M]
-    STEPS: tl.constexpr,  # of k and v from key to key, in 32 bits; 0: stride has it
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr,  # from key to key, in 32 bits; 0: the stride has it
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
     if v_stride is None:
@@ -165,13 +165,13 @@ def _chunk_kernel(
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, n, stop, False, BY_ROW, CAUSAL, ONE_PAGE,
             PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
-            STEPS,
+            K_STEP, V_STEP,
         )  # fmt: skip
     if whole < stop:
         m, l, acc, unit = _fold_tile(
             m, l, acc, unit, q, slopes, tokens, cache, scales, options, whole, stop, True, BY_ROW, CAUSAL, ONE_PAGE,
             PAGE_SIZE, V_IN_K, K_FORM, V_FORM, FP8_CONVERT, Lq, D, DV, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, TURNED,
-            STEPS,
+            K_STEP, V_STEP,
         )  # fmt: skip
 
     at_row = at + row
@@ -210,7 +210,7 @@ def _fold_tile(
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr, K_FORM: tl.constexpr, V_FORM: tl.constexpr,
     FP8_CONVERT: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, TURNED: tl.constexpr,
-    STEPS: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`."""
     t, in_token, first_new = tokens
@@ -226,14 +226,14 @@ def _fold_tile(
         in_n = tl.load(key_mask_ptr + n.to(tl.int64) * key_mask_step_n, mask=n < stop, other=0) != 0
 
     where = locate_rows(block_table_ptr, n, first, in_n, PAGE_SIZE, ONE_PAGE)
-    k_words = load_rows(k_ptr, k_stride, where, in_n, STEPS[0], 0, words_of(D, K_FORM), BLOCK_D, False)
+    k_words = load_rows(k_ptr, k_stride, where, in_n, K_STEP, 0, words_of(D, K_FORM), BLOCK_D, False)
     if V_IN_K:
         v_words = k_words
     else:
-        v_words = load_rows(v_ptr, v_stride, where, in_n, STEPS[1], 0, words_of(DV, V_FORM), BLOCK_DV, TURNED)
+        v_words = load_rows(v_ptr, v_stride, where, in_n, V_STEP, 0, words_of(DV, V_FORM), BLOCK_DV, TURNED)
     k = widen(k_words, K_FORM, FP8_CONVERT)
     if REST_D > 0:
-        rest = load_rows(k_ptr, k_stride, where, in_n, STEPS[0], BLOCK_D, words_of(D, K_FORM), REST_D, False)
+        rest = load_rows(k_ptr, k_stride, where, in_n, K_STEP, BLOCK_D, words_of(D, K_FORM), REST_D, False)
         k = k + widen(rest, K_FORM, FP8_CONVERT)
     k_scales = (k_scale_ptr, k_scale_stride, where)
     s = multiply_keys(q, q_sums, k, k_scales, in_n, D, BLOCK_D, K_FORM, TURNED)
@@ -301,7 +301,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k, k_form, v_form,
             _converts_fp8(p.q.device.index) if "fp8_e4m3" in (k_codes, v_codes) else False,
             tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv, tile.num_warps,
-            turned, steps,
+            turned, *steps,
         ),
         (tile.num_warps, tile.num_stages),
     )  # fmt: skip
