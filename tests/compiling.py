@@ -81,6 +81,7 @@ def compile_chunk(
         "BLOCK_DV": tile.block_dv, "NUM_WARPS": tile.num_warps,
         "TURNED": tile.block_m < 16 and dtype != torch.float32,
         "K_STEP": k_width if fixed else 0, "V_STEP": v_width if fixed else 0,
+        "EARLY_REDUCE": split and arch >= 90,
     }  # fmt: skip
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 
@@ -99,7 +100,7 @@ def compile_reduce(
     }  # fmt: skip
     constants = {
         "G": 4, "Lq": 1, "BLOCK_M": 16, "IN_PIECES": ragged, "SKIP_EMPTY": skip_empty, "DV": value_dim,
-        "BLOCK_S": block_s, "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)),
+        "BLOCK_S": block_s, "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)), "EARLY": arch >= 90,
     }  # fmt: skip
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
 

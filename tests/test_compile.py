@@ -15,7 +15,7 @@ from compiling import compile_append, compile_chunk, compile_reduce
 from flash_decoding.backends.triton.codes import parts_of, scales_per_key
 from flash_decoding.backends.triton.reduce import WIDE_SLICE, block_of_splits
 from flash_decoding.quantization import KVFormat
-from flash_decoding.split_plan import choose_tile, programs_per_processor
+from flash_decoding.split_plan import choose_tile, enlarge_tile, programs_per_processor
 
 # Shared memory per program, bytes, by architecture: A100; RTX 40; H100 and H200.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -124,11 +124,13 @@ def test_codes_fit_and_keep_their_pipeline(name, arch):
     sides = (kv_format.k, kv_format.v)
     parts, scales = [parts_of(side) for side in sides], max(scales_per_key(128, side) for side in sides)
     tile = choose_tile(4, 1, 128 // parts[0], 128 // parts[1], 2, SHARED[arch], parts=tuple(parts), scales=scales)
-    built = compile_chunk(torch.bfloat16, 4, 128, 128, tile, arch, kv_format=kv_format)
-    assert built.spills <= 16, "what spills does so once, outside the loop"
-    assert built.shared_bytes <= SHARED[arch]
-    assert "cp.async.cg.shared.global" in built.ptx, "codes are on their way while the last tile is worked on"
-    assert "ldmatrix" in built.ptx
+    larger = enlarge_tile(tile, 2, SHARED[arch], paged=False, parts=tuple(parts), scales=scales)
+    for one in (tile, larger) if larger else (tile,):
+        built = compile_chunk(torch.bfloat16, 4, 128, 128, one, arch, kv_format=kv_format)
+        assert built.spills <= 16, "what spills does so once, outside the loop"
+        assert built.shared_bytes <= SHARED[arch]
+        assert "cp.async.cg.shared.global" in built.ptx, "codes are on their way while the last tile is worked on"
+        assert "ldmatrix" in built.ptx
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,19 @@ def test_as_many_programs_as_are_planned_fit_on_a_processor(name, width):
     built = compile_chunk(torch.bfloat16, 4, width, width, tile, 90, kv_format=kv_format)
     # CUDA keeps 1 KB for each program, and a processor has 1 KB more than a program may use.
     assert programs * (built.shared_bytes + 1024) <= SHARED[90] + 1024
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_the_reduce_kernel_starts_early_where_it_can(arch):
+    """From Hopper on it waits on the device for a chunk kernel of which every program has started."""
+    tile, can = choose_tile(4, 1, 128, 128, 2, SHARED[arch]), arch >= 90
+    chunk = compile_chunk(torch.bfloat16, 4, 128, 128, tile, arch)
+    assert ("griddepcontrol.launch_dependents" in chunk.ptx) == can
+    assert "griddepcontrol" not in compile_chunk(torch.bfloat16, 4, 128, 128, tile, arch, split=False).ptx
+    reduce = compile_reduce(torch.bfloat16, 128, 32, 1, arch).ptx
+    assert ("griddepcontrol.wait" in reduce) == can
+    if can:
+        assert reduce.index("griddepcontrol.wait") < reduce.index("ld.global"), "nothing is read before"
 
 
 @pytest.mark.parametrize("skip_empty", [False, True])

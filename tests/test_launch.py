@@ -1,5 +1,6 @@
 """A kernel's parameters, packed as its PTX declares them, without a GPU; and records of calls on one."""
 
+import ctypes
 import os
 import re
 import struct
@@ -21,7 +22,8 @@ import triton
 from compiling import build
 from triton import language as tl
 
-from flash_decoding.backends.triton.launch import _parameter_offsets, pack_parameters
+from flash_decoding.backends.triton import launch
+from flash_decoding.backends.triton.launch import Launch, _parameter_offsets, pack_parameters
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -56,6 +58,49 @@ def test_parameters_lie_where_the_ptx_wants_them():
     assert len(packed.buffer) >= _parameter_offsets(compiled.asm["ptx"])[1]
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_what_the_driver_is_handed(monkeypatch, early):
+    """As CUDA's headers lay it out: a configuration of 56 bytes, attributes of 72 with their value at byte 8."""
+    compiled = build(_kernel, SIGNATURE, {"BLOCK": 16, ("stride", 2): 1}, 90)
+    metadata = compiled.metadata._replace(launch_pdl=early, shared=4096)
+    facts = SimpleNamespace(asm=compiled.asm, src=compiled.src, metadata=metadata, function=1234)
+    started = []
+
+    def start(config, function, parameters, extra):
+        raw, words = bytes(config._obj), struct.unpack_from("=5Q", extra._obj)
+        attributes, count = struct.unpack_from("=QI", raw, 40)
+        size = ctypes.cast(words[3], ctypes.POINTER(ctypes.c_size_t))[0]
+        started.append((
+            struct.unpack_from("=7I", raw), struct.unpack_from("=Q", raw, 32)[0], function.value, parameters,
+            [struct.unpack("=i4xI", ctypes.string_at(attributes + 72 * i, 12)) for i in range(count)],
+            (words[0], words[2], words[4]), struct.unpack_from("=Q", ctypes.string_at(words[1], size), 32)[0],
+        ))  # fmt: skip
+        return 0
+
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=start))
+    x, y = torch.zeros(4, dtype=torch.float16), torch.zeros(4)
+    kernel = Launch(facts, (5, 12), (x, (3, 2**40, 1), None, 0.5, -7, y, 2**33, 16), [y, x])
+    kernel(77, [640, 320])
+    kernel(78, [960, 320])
+    overlap = [(6, 1)] if early else []  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    threads = 32 * metadata.num_warps
+    head = (5, 12, 1, threads, 1, 1, 4096)
+    assert started == [
+        (head, 77, 1234, None, overlap, (1, 2, 0), 640),
+        (head, 78, 1234, None, overlap, (1, 2, 0), 960),
+    ]
+
+
+def test_an_error_of_the_driver_is_raised(monkeypatch):
+    compiled = build(_kernel, SIGNATURE, {"BLOCK": 16, ("stride", 2): 1}, 90)
+    facts = SimpleNamespace(asm=compiled.asm, src=compiled.src, metadata=compiled.metadata, function=1234)
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *_: 700))
+    x, y = torch.zeros(4, dtype=torch.float16), torch.zeros(4)
+    kernel = Launch(facts, (5, 12), (x, (3, 2**40, 1), None, 0.5, -7, y, 2**33, 16), [x, y])
+    with pytest.raises(RuntimeError, match="700"):
+        kernel(77, [320, 640])
+
+
 class TestWhatDoesNotFitIsNotPacked:
     ARGS = torch.zeros(4), (3, 2**40, 1), None, 0.5, -7, torch.zeros(4), 2**33, 16
 
@@ -73,7 +118,7 @@ class TestWhatDoesNotFitIsNotPacked:
         self.refuse(compiled, self.ARGS[:3])
         self.refuse(compiled, (*self.ARGS, 16))
 
-    @pytest.mark.parametrize(("name", "x"), [("num_ctas", 2), ("launch_pdl", True), ("global_scratch_size", 64)])
+    @pytest.mark.parametrize(("name", "x"), [("num_ctas", 2), ("global_scratch_size", 64)])
     def test_a_kernel_that_wants_more_from_its_launcher(self, compiled, name, x):
         compiled.metadata = compiled.metadata._replace(**{name: x})
         self.refuse(compiled)

@@ -36,7 +36,7 @@ from flash_decoding.backends.triton.codes import (
     words_of,
     zero_acc,
 )
-from flash_decoding.backends.triton.launch import launch, variant
+from flash_decoding.backends.triton.launch import launch, may_overlap, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, weigh_scores
 from flash_decoding.backends.triton.pieces import find_piece, note_slots
 from flash_decoding.backends.triton.scores import sees, transform_scores
@@ -91,8 +91,11 @@ def _chunk_kernel(
     NUM_WARPS: tl.constexpr,
     TURNED: tl.constexpr,  # whether tiles of scores are [N, M] and acc is [Dv, M]
     K_STEP: tl.constexpr, V_STEP: tl.constexpr,  # from key to key, in 32 bits; 0: the stride has it
+    EARLY_REDUCE: tl.constexpr,  # whether the reduce kernel may start, and wait, when all programs have started
 ):  # fmt: skip
     """One program: one sequence, one split, one KV head with BLOCK_M of its query rows."""
+    if EARLY_REDUCE:
+        tl.extra.cuda.gdc_launch_dependents()
     if v_stride is None:
         v_stride = k_stride
     row_tiles: tl.constexpr = (G * Lq + BLOCK_M - 1) // BLOCK_M
@@ -301,7 +304,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k, k_form, v_form,
             _converts_fp8(p.q.device.index) if "fp8_e4m3" in (k_codes, v_codes) else False,
             tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv, tile.num_warps,
-            turned, *steps,
+            turned, *steps, partial is not None and may_overlap(p.q.device.index),
         ),
         (tile.num_warps, tile.num_stages),
     )  # fmt: skip

@@ -23,6 +23,8 @@ from torch import Tensor
 
 # Names of the driver's API: what follows in `extra` is the buffer, and its size.
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+# The attribute of a launch that need not wait for the end of the one before it.
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 
 _compiled: dict[tuple, Any] = {}
@@ -51,7 +53,7 @@ def variant(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> ob
 
 def launch(
     kernel: Any, key: tuple, grid: tuple[int, int], args: tuple, constants: tuple, build: tuple[int, int],
-    fp_fusion: bool = True,
+    fp_fusion: bool = True, early: bool = False,
 ) -> None:  # fmt: skip
     """Start kernel(*args, *constants) on the current device and stream.
 
@@ -60,14 +62,17 @@ def launch(
         grid: programs along the two axes.
         build: (num_warps, num_stages).
         fp_fusion: whether a product and a sum may be rounded as one.
+        early: start when every program of the kernel before has said that it may (programmatic dependent launch); the
+            kernel itself waits for the end of that one before it reads what it wrote.
     """
     device = args[0].device.index
-    key = (device, kernel, key, constants, build, fp_fusion)
+    key = (device, kernel, key, constants, build, fp_fusion, early)
     compiled = _compiled.get(key)
     if compiled is None:
+        options: dict[str, Any] = {"launch_pdl": True} if early else {}
         with _first_start:
             compiled = kernel[grid](
-                *args, *constants, num_warps=build[0], num_stages=build[1], enable_fp_fusion=fp_fusion
+                *args, *constants, num_warps=build[0], num_stages=build[1], enable_fp_fusion=fp_fusion, **options
             )
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing
             _compiled[key] = compiled
@@ -136,23 +141,42 @@ class Launch:
         self._size = ctypes.c_size_t(len(self._buffer))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._extra = (ctypes.c_void_p * 5)(_BUFFER_POINTER, address, _BUFFER_SIZE, ctypes.addressof(self._size), 0)
-        threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
-        self._head = (ctypes.c_void_p(compiled.function), *grid, 1, threads, 1, 1, shared)
-        self._start = _driver().cuLaunchKernel
-        self._stream: int | None = None
-        self._arguments: tuple = ()
+        metadata = compiled.metadata
+        self._attributes = (_Attribute * 1)()
+        self._attributes[0].name, self._attributes[0].value[0] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
+        self._config = _Config(
+            *grid, 1, metadata.num_warps * 32, 1, 1, metadata.shared, None, ctypes.addressof(self._attributes),
+            bool(metadata.launch_pdl),
+        )  # fmt: skip
+        self._start = _driver().cuLaunchKernelEx
+        function = ctypes.c_void_p(compiled.function)
+        self._arguments = ctypes.byref(self._config), function, None, ctypes.byref(self._extra)
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         """Start on a stream of the current device."""
         words = self._words
         for at, index in self._places:
             words[at] = addresses[index]
-        if stream != self._stream:
-            self._stream = stream
-            self._arguments = (*self._head, ctypes.c_void_p(stream), None, ctypes.byref(self._extra))
+        self._config.stream = stream
         error = self._start(*self._arguments)
         if error:
-            raise RuntimeError(f"cuLaunchKernel failed with CUDA error {error}")
+            raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {error}")
+
+
+class _Config(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        *[(f"grid_{axis}", ctypes.c_uint) for axis in "xyz"], *[(f"block_{axis}", ctypes.c_uint) for axis in "xyz"],
+        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute."""
+
+    _fields_ = (("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
 def start_again(launches: Sequence[Launch]) -> Callable[[Sequence[int], int, object], bool]:
@@ -186,7 +210,7 @@ def pack_parameters(compiled: Any, args: tuple) -> Parameters:
     kept = [(kind, x) for kind, x in zip(kinds, values, strict=True) if kind]
     metadata = compiled.metadata
     wants_more = (
-        metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl
+        metadata.num_ctas != 1 or metadata.launch_cooperative_grid
         or metadata.global_scratch_size or metadata.profile_scratch_size
     )  # fmt: skip
     if wants_more or not len(kept) <= len(offsets) <= len(kept) + 2:
@@ -224,6 +248,14 @@ def _parameter_offsets(ptx: str) -> tuple[list[int], int]:
         offsets.append(at)
         end = at + size
     return offsets, end
+
+
+@lru_cache(maxsize=64)
+def may_overlap(device_index: int | None) -> bool:
+    """Whether a kernel may start before the one before it has ended: from NVIDIA's compute capability 9.0 on."""
+    if device_index is None or torch.version.hip is not None:  # the interpreter has no device
+        return False
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
 @cache
