@@ -17,16 +17,18 @@ import numpy as np
 # An H200 reads 4.58 TB/s of its 4.80 at best; the same share is assumed of other GPUs.
 REACHABLE_SHARE = 0.95
 # How many times its even share of the bandwidth one processor can draw when the others are idle. Measured on an H200:
-# 16 unsplit programs read 537 MB in 896 us, all processors in 121 (benchmarks/results/nvidia-h200/article.json).
-PROCESSOR_BOOST = 1.1
-# From asking memory for a tile to having folded it: how often one program can turn over what it has in flight. Same
-# source: 16 unsplit programs with 24 KB in flight each read 268 MB in 1060 us.
-TURNOVER_US = 1.5
+# 32 programs with 128 KB in flight each drew 47 GB/s (benchmarks/sweeps/nvidia-h200.json).
+PROCESSOR_BOOST = 1.35
+# One program alone waits so long for what it asked memory for, and takes it in at so many GB/s: of unsplit programs,
+# those with 24 KB in flight drew 23.6 GB/s each and those with 48 KB 33.3 (article.json and serving.json in
+# benchmarks/results/nvidia-h200).
+LATENCY_US, PROGRAM_GB_PER_S = 0.6, 57.0
 # Read-only kernels inside a CUDA graph on an H200 take this long beyond bytes ÷ bandwidth, 1 MB to 537 MB alike.
 LAUNCH_US = 2.1
-# The chunk kernel's query, first tile and last store on top of that, and a reduce kernel with little to merge.
+# The chunk kernel's query, first tile and last store on top of that, and a reduce kernel with little to merge that is
+# already there (5.2 instead of 6.2 us for the two at 4 MB, benchmarks/sweeps/nvidia-h200-keys-first.json).
 CHUNK_EXTRA_US = 1.0
-REDUCE_US = 1.5
+REDUCE_US = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,13 @@ class Machine:
     def bytes_per_us(self) -> float:
         return self.gb_per_s * 1e3
 
+    @property
+    def rate_of_one(self) -> float:
+        """Bytes per us that one program draws at most."""
+        if math.isinf(self.in_flight):
+            return math.inf
+        return self.in_flight / (LATENCY_US + self.in_flight / (PROGRAM_GB_PER_S * 1e3))
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -212,7 +221,7 @@ def schedule(loads: Sequence[float], machine: Machine, problems: int, row_tiles:
             return spans
         sharing = np.bincount(processor[active], minlength=machine.processors)[processor]
         rate = np.minimum(machine.bytes_per_us / active.sum(), alone / np.maximum(sharing, 1))
-        rate = np.minimum(rate, machine.in_flight / TURNOVER_US)
+        rate = np.minimum(rate, machine.rate_of_one)
         step = (left[active] / rate[active]).min()
         now += step
         left[active] -= rate[active] * step

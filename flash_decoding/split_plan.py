@@ -33,8 +33,8 @@ _RAGGED_TILES = 8
 _PIECES_PER_PROCESSOR, _PIECES_OF_CODES, _TILES_PER_PIECE = 12, 16, 4
 # Every program looks at all lengths; so many sequences keep a device busy uncut.
 _MAX_RAGGED_BATCH = 1024
-# The kernels count tiles in 32 bits.
-_MAX_TILES = 2**31 - 2**16
+# The kernels count tiles in 32 bits, and divide those of one sequence in floating point.
+_MAX_TILES, _MAX_RAGGED_TILES = 2**31 - 2**16, 2**20
 # What the compiler keeps in shared memory besides the pipeline of K and V tiles: q, p and reductions over warps.
 _SHARED_BESIDES_PIPELINE = 8 * 1024
 # What CUDA keeps of it for each program; and what a scale takes with its zero point, or an element that has its own.
@@ -313,7 +313,10 @@ def choose_plan(
             or programs_per_processor(tile, element_size, shared_memory=shared_memory, parts=parts, scales=scales)
         )
         tiles = -(-kv_len // tile.block_n)
-        cut = ragged and 0 < batch <= _MAX_RAGGED_BATCH and tiles > _RAGGED_TILES and problems * tiles <= _MAX_TILES
+        cut = (
+            ragged and 0 < batch <= _MAX_RAGGED_BATCH and _RAGGED_TILES < tiles <= _MAX_RAGGED_TILES
+            and problems * tiles <= _MAX_TILES
+        )  # fmt: skip
         if cut and problems:
             per_processor = _PIECES_PER_PROCESSOR if most == 1 else _PIECES_OF_CODES
             pieces = min(per_processor * processors, problems * tiles // _TILES_PER_PIECE)

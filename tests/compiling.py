@@ -47,6 +47,7 @@ def compile_chunk(
     ragged=False,
     kv_format=None,
     fixed=True,
+    prefetch=False,
 ) -> Compiled:
     """The chunk kernel as an aligned call compiles it; masked: with lengths, starts, a key mask; options: with all."""
     forms = (None, None) if kv_format is None else (kv_format.k, kv_format.v)
@@ -82,6 +83,7 @@ def compile_chunk(
         "TURNED": tile.block_m < 16 and dtype != torch.float32,
         "K_STEP": k_width if fixed else 0, "V_STEP": v_width if fixed else 0,
         "EARLY_REDUCE": split and arch >= 90,
+        "PREFETCH": prefetch,
     }  # fmt: skip
     return _compile(_chunk_kernel, signature, constants, arch, tile.num_warps, tile.num_stages)
 

@@ -160,6 +160,16 @@ def test_the_reduce_kernel_starts_early_where_it_can(arch):
         assert reduce.index("griddepcontrol.wait") < reduce.index("ld.global"), "nothing is read before"
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_the_first_tile_is_asked_for_before_the_queries_are_waited_for(head_dim):
+    tile = choose_tile(4, 1, head_dim, head_dim, 2, SHARED[90])
+    built = compile_chunk(torch.bfloat16, 4, head_dim, head_dim, tile, 90, prefetch=True)
+    assert built.ptx.count("cp.async.bulk.prefetch.L2.global") == 2, "keys and values"
+    body = built.ptx[built.ptx.index("griddepcontrol") :]
+    assert body.index("ld.global") < body.index("cp.async.bulk") < body.index("cp.async.cg"), "while q is on its way"
+    assert built.spills == 0
+
+
 @pytest.mark.parametrize("skip_empty", [False, True])
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("num_splits", [2, 16, 1000])

@@ -758,7 +758,9 @@ def test_what_a_decode_cache_cannot_hold_is_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kv_format", [None, *FORMATS])
 def test_a_decode_cache_on_a_gpu_gives_what_its_numbers_give(kv_format):
-    model = make_model(CONFIGS["llama"], "split_kv", "cuda").half()
+    """One layer: what differs by a rounding after the first may get other codes in the second."""
+    config = LlamaConfig(**(CONFIGS["llama"].to_dict() | {"num_hidden_layers": 1}))
+    model = make_model(config, "split_kv", "cuda").half()
     cache, numbers = DecodeCache(model.config, kv_format, exact_prompt=False), NumbersCache(kv_format or "none")
     tokens, mask = (x.cuda() for x in ALONE.values())
     for first, last in ((0, 10), (10, 12), (12, 13)):
@@ -766,4 +768,4 @@ def test_a_decode_cache_on_a_gpu_gives_what_its_numbers_give(kv_format):
             forward(model, held, tokens[:, first:last], mask[:, :last], name)
             for held, name in ((cache, "split_kv"), (numbers, "eager"))
         )
-        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * float(want.std()))
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02 * float(want.std()))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 
-from flash_decoding.cost_model import REDUCE_US
-
 STATE_BYTES = 4  # states travel in float32: in 16 bits they would be rounded once per rank and once more when merged
 WAYS = ("all_gather", "reduce_scatter")
 GPUS_PER_HOST = 8
+# A reduce kernel behind a collective, which it cannot start before the end of.
+_MERGE_US = 1.5
 # NCCL's overhead of every step of a ring that leaves the host, on hosts with AMD's CPUs; same source as the links.
 _NETWORK_STEP_US = 2.0
 
@@ -169,7 +169,7 @@ def predict_ranks(
     return RankPrediction(
         ranks, keys, decode_us, way,
         communication_us(way, "replicated", ranks, rows, value_dim, itemsize, network),
-        REDUCE_US + states / (gb_per_s * 1e3),
+        _MERGE_US + states / (gb_per_s * 1e3),
     )  # fmt: skip
 
 

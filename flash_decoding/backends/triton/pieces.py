@@ -40,6 +40,20 @@ def _tiles_from(first_b, lens, B, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _inverse(divisor):
+    """1 / divisor from above, for quotients of at most 2^20: an integer division costs five times a product."""
+    return (1.0 + 2**-21) / divisor.to(tl.float32)
+
+
+@triton.jit
+def _divide_up(tiles, limit, inverse):
+    """ceil(tiles / limit), exact: the quotient in floating point is right or one too large."""
+    quotient = (tiles.to(tl.float32) * inverse).to(tl.int32)
+    rest = tiles - quotient * limit
+    return quotient + (rest > 0).to(tl.int32) - (rest <= -limit).to(tl.int32)
+
+
+@triton.jit
 def _limit_of_batch(lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of the largest piece; heads: problems per sequence."""
     total = tl.zeros([], tl.int32)
@@ -51,10 +65,14 @@ def _limit_of_batch(lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: 
     if B * heads <= at_once:
         share = tl.maximum(tl.cdiv(total * heads, at_once), 1)
         tried = share + tl.cdiv(share, _LIMITS - 1) * tl.arange(0, _LIMITS)
+        inverse = _inverse(tried)
         count = tl.zeros([_LIMITS], tl.int32)
         for first_b in range(0, B, _BLOCK_B):
             _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-            count += tl.sum(tl.cdiv(tiles[None, :], tried[:, None]), 1)
+            # ceil(n / limit) = floor((n - 1) / limit) + 1, and what is too large by rounding only counts one too many.
+            last = tl.maximum(tiles - 1, 0).to(tl.float32)
+            whole = (last[None, :] * inverse[:, None]).to(tl.int32)
+            count += tl.sum(whole + (tiles > 0).to(tl.int32)[None, :], 1)
         fitting = tl.min(tl.where(count * heads <= at_once, tried, _NONE), 0)
         limit = tl.where(fitting < _NONE, fitting, limit)
     return limit
@@ -64,10 +82,11 @@ def _limit_of_batch(lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: 
 def find_piece(program, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
     """(b, head, number, count, slot): a program has the piece `number` of `count` of a problem; count 0: none."""
     limit = _limit_of_batch(lens, B, heads, at_once, pieces, Lq, BLOCK_N)
+    inverse = _inverse(limit)
     large = tl.zeros([], tl.int32)
     for first_b in range(0, B, _BLOCK_B):
         _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        large += tl.sum(tl.where(2 * tiles >= limit, tl.cdiv(tiles, limit), 0), 0)
+        large += tl.sum(tl.where(2 * tiles >= limit, _divide_up(tiles, limit, inverse), 0), 0)
     is_large = program < large * heads
     index = tl.where(is_large, program, program - large * heads)
 
@@ -75,7 +94,7 @@ def find_piece(program, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK
     b, before, pieces_before, reached = 0, 0, 0, 0
     for first_b in range(0, B, _BLOCK_B):
         at, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-        count = tl.cdiv(tiles, limit)
+        count = _divide_up(tiles, limit, inverse)
         of_kind = tl.where((2 * tiles >= limit) == is_large, count, 0)
         passed = ((reached + tl.cumsum(of_kind, 0)) * heads <= index) & (at < B)
         b += tl.sum(passed.to(tl.int32), 0)
@@ -84,7 +103,7 @@ def find_piece(program, lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK
         reached += tl.sum(of_kind, 0)
     exists = b < B
     b = tl.minimum(b, B - 1)
-    count = tl.maximum(tl.cdiv(_count_tiles(b, lens, Lq, BLOCK_N), limit), 1)
+    count = tl.maximum(_divide_up(_count_tiles(b, lens, Lq, BLOCK_N), limit, inverse), 1)
     place = index - before * heads
     return b, place // count, place % count, tl.where(exists, count, 0), pieces_before * heads + place
 

@@ -76,8 +76,6 @@ def _reduce_kernel(
     EARLY: tl.constexpr,  # whether it starts while the chunk kernel runs, for whose end it waits then
 ):  # fmt: skip
     """One program: one query row, BLOCK_DV columns of its output."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     UNIT: tl.constexpr = LOG2_E if NATURAL else 1.0
@@ -90,6 +88,9 @@ def _reduce_kernel(
         first_key, last_key, _, _ = visible_range(lens, b, Lq)
         heads, row_kv, step = Hq // G * row_tiles, h_q % G * Lq + t, min(G * Lq, BLOCK_M)
         problem = b * heads + h_q // G * row_tiles + row_kv // BLOCK_M
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if IN_PIECES:
         slot, splits = find_slots(m_ptr, problem, B * heads, num_splits, last_key > first_key, step)
         at = slot.to(tl.int64) * step + row_kv % BLOCK_M
     m, l = float("-inf"), 0.0

@@ -134,6 +134,19 @@ def load_rows(
 
 
 @triton.jit
+def prefetch_rows(ptr, first, last, WIDTH: tl.constexpr):
+    """Ask for rows [first, last) of a head's keys or values, which lie end to end, to be put into the L2 cache."""
+    BYTES: tl.constexpr = WIDTH * ptr.dtype.element_ty.primitive_bitwidth // 8
+    # One thread asks, for whole blocks of 16 bytes.
+    at = (ptr + first.to(tl.int64) * WIDTH).to(tl.int64) // 16 * 16
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $2, 0, p;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [at, (last - first) * BYTES], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def matmul(a, b):
     """a b in float32: on tensor cores for 16-bit operands; float32 is multiplied out exactly, never through TF32."""
     if a.dtype == tl.float32:
