@@ -1,7 +1,7 @@
 """How many splits, and which tile: integers in, a frozen Plan out. Knows no tensor and no device.
 
-The constants were read off sweeps on one H200 (11 tiles x 10 split counts x 12 shapes, cold L2, 2026-11-29): the time
-of a call is flat near its best, and the best settings share one thing, about 72 KB of K and V in flight on every
+The constants were read off sweeps on one H200 (tiles x split counts x shapes, cold L2, benchmarks/sweeps): the time of
+a call is flat near its best, and the best settings share one thing, about 72 KB of K and V in flight on every
 processor in one whole wave. What is better than this rule by a percent or more differs from GPU to GPU and stands in a
 table of measured settings (tuning.py); what the table does not have follows the rule.
 """
