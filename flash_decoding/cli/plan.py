@@ -271,9 +271,10 @@ class _Report:
 def _report(
     shape: Shape, dtype: str, kv_format: KVFormat | None, num_splits: int | None, target: _FoundGpu | _Cpu
 ) -> _Report:  # fmt: skip
+    whole, one, block_n, machine = target.choose(shape, dtype, 1, kv_format)
+    unsplit = predict(whole, one, block_n, machine)
     sizes, splits, block_n, machine = target.choose(shape, dtype, num_splits, kv_format)
-    unsplit, split = (predict(sizes, count, block_n, machine) for count in (1, splits))
-    return _Report(shape, kv_format, sizes, unsplit, split)
+    return _Report(shape, kv_format, sizes, unsplit, predict(sizes, splits, block_n, machine))
 
 
 def _with_codes(text: object, kv_format: KVFormat | None) -> str:
