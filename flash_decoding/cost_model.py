@@ -20,13 +20,13 @@ REACHABLE_SHARE = 0.95
 # 32 programs with 128 KB in flight each drew 47 GB/s (benchmarks/sweeps/nvidia-h200.json).
 PROCESSOR_BOOST = 1.35
 # One program alone waits so long for what it asked memory for, and takes it in at so many GB/s: of unsplit programs,
-# those with 24 KB in flight drew 23.6 GB/s each and those with 48 KB 33.3 (article.json and serving.json in
+# those with 24 KB in flight drew 23.5 GB/s each and those with 48 KB 33.3 (article.json and serving.json in
 # benchmarks/results/nvidia-h200).
 LATENCY_US, PROGRAM_GB_PER_S = 0.6, 57.0
 # Read-only kernels inside a CUDA graph on an H200 take this long beyond bytes ÷ bandwidth, 1 MB to 537 MB alike.
 LAUNCH_US = 2.1
 # The chunk kernel's query, first tile and last store on top of that, and a reduce kernel with little to merge that is
-# already there (5.2 instead of 6.2 us for the two at 4 MB, benchmarks/sweeps/nvidia-h200-keys-first.json).
+# already there (1.1 us less than one that is launched after it, benchmarks/sweeps/nvidia-h200-keys-first.json).
 CHUNK_EXTRA_US = 1.0
 REDUCE_US = 0.7
 

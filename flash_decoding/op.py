@@ -42,7 +42,8 @@ def run_and_record(
     if start is None:
         return None
     lse_shape = (problem.batch, problem.heads_q, problem.q_len)
-    return Recorded(start, out.device, tuple(out.shape), lse_shape, None if partial is None else tuple(partial.m.shape))
+    scratch_shape = None if partial is None else tuple(partial.m.shape)
+    return Recorded(start, out.device, tuple(out.shape), lse_shape, scratch_shape, call.q)
 
 
 def _prepare(

@@ -31,13 +31,15 @@ class Recorded:
         device: of all tensors.
         out_shape, lse_shape: of the results.
         scratch_shape: of the partials; None: there is one split.
+        q: queries with the signature's shape and strides.
     """
 
     def __init__(
         self, start: Start, device: torch.device, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
-        scratch_shape: tuple[int, ...] | None,
+        scratch_shape: tuple[int, ...] | None, q: Tensor,
     ) -> None:  # fmt: skip
         self._start, self._device, self._index = start, device, device.index
+        self._may_be_like_q = _may_be_like(q, out_shape)
         self._out_shape, self._lse_shape, self._scratch_shape = out_shape, lse_shape, scratch_shape
         # Where scratch was last found. Weakly: a record must not keep memory that its owner gave up.
         self._stream = -1
@@ -68,7 +70,7 @@ class Recorded:
         if out is None:
             q = tensors[0]
             assert q is not None, "comes first"
-            out = make_out(q, self._out_shape)
+            out = torch.empty_like(q) if self._may_be_like_q else _make_plain(q, self._out_shape)
         at = out.data_ptr()
         if at & 15:
             return None
@@ -107,11 +109,16 @@ def _nowhere() -> None:
 
 
 def make_out(q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An output; like q where it can be, which takes half the time and keeps the order of its axes."""
-    if shape == q.shape:
-        out = torch.empty_like(q)
-        if out.stride(-1) == 1:  # it is not where q overlaps itself
-            return out
+    """An output; like q where it may be, which takes half the time and keeps heads and tokens in their order."""
+    return torch.empty_like(q) if _may_be_like(q, shape) else _make_plain(q, shape)
+
+
+def _may_be_like(q: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether empty_like(q) is an output of this shape. Of a q that overlaps itself the last axis is not contiguous."""
+    return q.shape == shape and (q.is_contiguous() or q.transpose(1, 2).is_contiguous())
+
+
+def _make_plain(q: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=q.dtype, device=q.device)
 
 

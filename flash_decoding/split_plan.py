@@ -21,7 +21,7 @@ _BYTES_IN_FLIGHT = {1: 72 * 1024, 2: 96 * 1024, 4: 128 * 1024}
 _PROGRAMS_OF_CODES = 4
 # So many keys per processor, each of one KV head, are a long cache of codes.
 _KEYS_OF_A_LONG_CACHE = 6000
-# A merge costs about as much as this many tiles, and a tile more for so many splits (2 us and up on an H200).
+# A merge costs about as much as this many tiles, and a tile more for so many splits (1 us and up on an H200).
 _MERGE_TILES, _MERGE_SPLITS_PER_TILE = 2.5, 32
 # The model is no better than this, and fewer splits leave less to merge. Programs that read codes are busy themselves,
 # not only waiting for memory, so there every one that is missing shows.
@@ -169,9 +169,7 @@ def choose_tile(
         # takes products of 64 keys by 16 rows.
         block_n, warps = min(block_n, 32), 1 if widest <= 128 else 2
     if widest == 128 and block_m <= 16:
-        if block_m == 8:
-            pass
-        elif paged and ragged:
+        if block_m == 8 or (paged and ragged):
             block_n, warps = 32, 1
         elif ragged:
             warps = 2

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flash_decoding.backends.triton.append import _WARPS, _append_kernel, choose_rows
-from flash_decoding.backends.triton.chunk import _chunk_kernel
+from flash_decoding.backends.triton.chunk import _chunk_kernel, is_turned
 from flash_decoding.backends.triton.codes import words_of
 from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel, block_of_splits, block_of_states
 from flash_decoding.split_plan import Tile, next_power_of_2
@@ -80,7 +80,7 @@ def compile_chunk(
         "V_IN_K": head_dim > 256 and tile.block_d == tile.block_dv == value_dim,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d, "REST_D": tile.rest_d,
         "BLOCK_DV": tile.block_dv, "NUM_WARPS": tile.num_warps,
-        "TURNED": tile.block_m < 16 and dtype != torch.float32,
+        "TURNED": is_turned(tile, dtype),
         "K_STEP": k_width if fixed else 0, "V_STEP": v_width if fixed else 0,
         "EARLY_REDUCE": split and arch >= 90,
         "PREFETCH": prefetch,

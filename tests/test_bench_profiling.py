@@ -57,6 +57,19 @@ def test_gaps_of_a_single_kernel():
     assert find_gaps(parse_trace(TRACE)[:1]) == (None, None)
 
 
+def test_a_reduce_kernel_that_starts_early_counts_from_the_end_of_the_chunk_kernel():
+    early = [
+        event("_chunk_kernel", 100.0, 12.0, [264, 1, 1]),
+        event("_reduce_kernel", 103.0, 10.5, [32, 4, 1]),
+        event("_chunk_kernel", 115.0, 14.0, [264, 1, 1]),
+        event("_reduce_kernel", 118.0, 11.5, [32, 4, 1]),
+    ]
+    launches = parse_trace({"traceEvents": early})
+    assert [(launch.start_us, launch.us) for launch in launches if launch.was_early] == [(112.0, 1.5), (129.0, 0.5)]
+    assert find_gaps(launches) == (None, pytest.approx(1.5))
+    assert summarise(launches, SIZES, 32, find_gpu("h200"))[1].us == pytest.approx(1.0)
+
+
 def test_summary_of_both_kernels():
     gpu = find_gpu("h200")
     chunk, reduce = summarise(parse_trace(TRACE), SIZES, 33, gpu)
@@ -74,7 +87,7 @@ def test_an_unsplit_step_has_one_kernel():
 
 
 def test_the_library_s_own_choice_of_splits():
-    assert plan_of(CASE.shape, "bfloat16", find_gpu("h200")).num_splits == 16
+    assert plan_of(CASE.shape, "bfloat16", find_gpu("h200")).num_splits == 32
     assert plan_of(Shape(64, 32, 8, 512, 128), "bfloat16", find_gpu("rtx4060")).num_splits == 1
 
 

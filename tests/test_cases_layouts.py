@@ -39,6 +39,26 @@ def test_c008_pages_past_two_to_the_31_elements(target, layout):
         assert_matches(*first, q, page, page, layout=layout)
 
 
+@pytest.mark.interpreter
+def test_c008_keys_of_a_page_past_two_to_the_31_elements(target):
+    """Keys 2**26 elements apart: the second tile of a page of 64 begins at 2**31."""
+    page, step, width = 64, 2**26, 16
+    if target.device == "cuda":
+        memory = torch.zeros(page * step, dtype=torch.float16, device="cuda")
+    else:
+        memory = torch.from_numpy(np.zeros(page * step, np.float16))
+    pool = memory.as_strided((1, 1, page, width), (page * step, page * step, step, 1))
+    pool.copy_(torch.randn(pool.shape))
+    q = torch.randn(1, 1, 1, width, device=target.device).half()
+    for num_splits in (1, 2):
+        out, lse = decode(
+            target, q, pool, pool, block_table=int32([[0]], target), kv_lens=int32([page], target),
+            num_splits=num_splits,
+        )  # fmt: skip
+        near = pool.contiguous()
+        assert_matches(out, lse, q, near, near)
+
+
 @pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (8192, 16)])
 def test_c009_more_sequences_than_a_grid_axis_holds(target, batch, heads):
     q, k, v = make_inputs(batch, heads, heads, 1, 64, torch.float16, target.device)

@@ -23,7 +23,9 @@ from compiling import build
 from triton import language as tl
 
 from flash_decoding.backends.triton import launch
+from flash_decoding.backends.triton.chunk import are_end_to_end, fixed_step, is_turned
 from flash_decoding.backends.triton.launch import Launch, _parameter_offsets, pack_parameters
+from flash_decoding.split_plan import choose_tile
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -314,3 +316,25 @@ class TestRecords:
             graph.replay()
             assert torch.equal(flash_decode(q, k, v, num_splits=16), want)
             assert torch.equal(out, want)
+
+
+def test_steps_that_are_constants_and_keys_that_lie_end_to_end():
+    """Of caches [B, Hkv, N, D], however they lie in memory."""
+    bhnd = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16)
+    bnhd = torch.empty(2, 100, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert (fixed_step(bhnd, 32), are_end_to_end(bhnd, bhnd)) == (64, True)
+    assert (fixed_step(bnhd, 32), are_end_to_end(bhnd, bnhd)) == (4 * 64, False)
+    one_head = torch.empty(2, 100, 1, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert (fixed_step(one_head, 32), are_end_to_end(one_head)) == (64, True)
+    for other in (bhnd[..., :48], torch.empty(2, 4, 1, 64).expand(2, 4, 100, 64), bhnd[:, :, ::2]):
+        assert (fixed_step(other, 32), are_end_to_end(other)) == (0, False)
+    narrow = torch.empty(2, 4, 100, 8, dtype=torch.int8)
+    assert (fixed_step(narrow, 32), are_end_to_end(narrow)) == (8, False), "not by 16 bytes"
+    far = torch.empty(1, 2**20, 2, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    far = far.transpose(1, 2).as_strided((1, 2**20, 4, 64), (0, 64, 2**26, 1))
+    assert (fixed_step(far, 16), fixed_step(far, 32)) == (2**26, 0), "offsets fit into 32 bits"
+
+
+def test_up_to_eight_rows_of_16_bits_are_columns():
+    for dtype, group, turned in ((torch.bfloat16, 8, True), (torch.bfloat16, 9, False), (torch.float32, 4, False)):
+        assert is_turned(choose_tile(group, 1, 128, 128, dtype.itemsize), dtype) == turned

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from conftest import TRITON_TARGETS
@@ -80,6 +81,18 @@ def list_pieces(programs, device, kv_lens, kv_start, capacity, batch, heads, at_
     slots = torch.full((problems, 2), -1, dtype=torch.int32, device=device)
     _list_slots[(problems,)](slots, m, has_keys, problems, pieces, ROWS)
     return [Piece(*row) for row in found.tolist()], [tuple(row) for row in slots.tolist()]
+
+
+def test_divisions_in_floating_point_are_exact():
+    """As pieces.py does them, on either side of every multiple up to 2^20 tiles, with 1 / x up to 2 units in error."""
+    step = np.float32(2**-23)
+    for limit in [*range(1, 300), *range(300, 2**20, 997), 2**20]:
+        multiples = np.arange(1, 2**20 // limit + 1, max(2**20 // limit // 500, 1)) * limit
+        tiles = np.unique(np.concatenate([[0, 1], multiples - 1, multiples, np.minimum(multiples + 1, 2**20)]))
+        for error in (-2, 0, 2):
+            inverse = np.float32(1 + 2**-21) / np.float32(limit) * (1 + error * step)
+            whole = (tiles.astype(np.float32) * inverse).astype(np.int32)
+            assert np.array_equal(whole, tiles // limit), limit
 
 
 def draw_lengths(batch, capacity):

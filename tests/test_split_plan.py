@@ -84,6 +84,8 @@ def test_sequences_that_may_differ_in_length_are_cut_into_pieces_of_one_size():
     # Short sequences are done before anybody waits, and the kernels count tiles in 32 bits.
     assert plan(512, 32, 8, 250, 128, ragged=True).num_splits == 1
     assert plan(2**20, 32, 8, 2**20, 128, ragged=True).at_once is None
+    assert plan(2, 8, 8, 2**25, 128, ragged=True).at_once is not None
+    assert plan(2, 8, 8, 2**25 + 1, 128, ragged=True).at_once is None, "tiles are divided in floating point"
     # A wish for a number of splits, or for their size, is one for each sequence.
     assert plan(64, 32, 8, 16384, 128, ragged=True, num_splits=4).at_once is None
     assert plan(64, 32, 8, 16384, 128, ragged=True, split_size=256).at_once is None

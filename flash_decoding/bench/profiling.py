@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +54,7 @@ class Launch:
     threads: int
     registers: int
     shared_bytes: int
+    was_early: bool = False  # there before the kernel in front of it ended; its start and time count from that end
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class StepProfile:
     row_tiles: int  # tiles of query rows per KV head; each reads K and V
     total: Timed
     kernels: list[KernelProfile]
-    gap_inside_us: float | None  # end of the chunk kernel to start of the reduce kernel
+    gap_inside_us: float | None  # end of the chunk kernel to start of the reduce kernel; None: it starts before
     gap_between_us: float | None  # end of a step to start of the next
 
 
@@ -223,7 +224,20 @@ def parse_trace(trace: dict[str, Any]) -> list[Launch]:
                 int(facts["registers per thread"]), int(facts["shared memory"]),
             )
         )  # fmt: skip
-    return sorted(launches, key=lambda launch: launch.start_us)
+    return _without_waiting(sorted(launches, key=lambda launch: launch.start_us))
+
+
+def _without_waiting(launches: Sequence[Launch]) -> list[Launch]:
+    """A reduce kernel that was there early did nothing before the chunk kernel's end: its time begins there."""
+    counted: list[Launch] = []
+    for launch in launches:
+        if launch.kernel == "reduce" and counted and counted[-1].kernel == "chunk":
+            ready = counted[-1].start_us + counted[-1].us
+            if launch.start_us < ready:
+                us = max(launch.start_us + launch.us - ready, 0.0)
+                launch = replace(launch, start_us=ready, us=us, was_early=True)
+        counted.append(launch)
+    return counted
 
 
 def find_gaps(launches: Sequence[Launch]) -> tuple[float | None, float | None]:
@@ -232,7 +246,8 @@ def find_gaps(launches: Sequence[Launch]) -> tuple[float | None, float | None]:
     for before, after in pairwise(launches):
         gap = after.start_us - before.start_us - before.us
         if after.kernel == "reduce":
-            inside.append(gap)
+            if not after.was_early:
+                inside.append(gap)
         elif gap < 20:  # longer ones lie between two replays of the graph
             between.append(gap)
     return (statistics.median(inside) if inside else None, statistics.median(between) if between else None)

@@ -166,6 +166,8 @@ def _check_lines(step: StepProfile, check: dict[str, Any]) -> list[str]:
         )
     else:
         lines.append(f"D {check['wide']} ÷ D {check['narrow']} not measured: {check['no_ratio_because']}")
+    if step.num_splits > 1 and step.gap_inside_us is None:
+        lines.append("The reduce kernel is there before the chunk kernel ends; its time counts from that end.")
     if step.row_tiles > 1:
         lines.append(
             f"{describe_row_tiles(step.row_tiles)} Bytes moved, GB/s and FLOPs per byte of the chunk kernel count "

@@ -3,8 +3,10 @@
     s = transform(q k^T)    m = max s    p = 2^(s - m)    l = sum p    acc = p v
 
 Grid: (sequence, KV head and tile of rows, flattened; split), or one program per piece of pieces.py. The G query heads
-of a KV head and their Lq tokens are the rows of one matrix product, so K and V are read from memory once. A program
-walks its split BLOCK_N keys at a time and stores (acc, m, l), m in base 2; reduce.py merges the splits. With a single
+of a KV head and their Lq tokens are the rows of one matrix product, so K and V are read from memory once. Up to eight
+rows are the columns of TURNED products instead, scores [N, M] = k q^T and acc [Dv, M] = v^T p, since tensor cores
+multiply 16 rows by 8 columns. A program walks its split BLOCK_N keys at a time and stores (acc, m, l), m in base 2;
+reduce.py merges the splits. With a single
 split it stores the finished out and lse instead. A split without keys stores m = -inf, l = 0, which weighs nothing in
 the merge.
 
@@ -36,7 +38,7 @@ from flash_decoding.backends.triton.codes import (
     words_of,
     zero_acc,
 )
-from flash_decoding.backends.triton.launch import launch, may_overlap, variant
+from flash_decoding.backends.triton.launch import is_hopper_or_newer, launch, may_overlap, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, weigh_scores
 from flash_decoding.backends.triton.pieces import find_piece, note_slots
 from flash_decoding.backends.triton.scores import sees, transform_scores
@@ -52,7 +54,7 @@ from flash_decoding.backends.triton.tile_io import (
 )
 from flash_decoding.problem import Problem
 from flash_decoding.quantization import CodeFormat
-from flash_decoding.split_plan import Plan
+from flash_decoding.split_plan import Plan, Tile
 from flash_decoding.workspace import Partial
 
 # Bytes that a program needs for keys wider than 256 whose 4-bit codes have several scales in a part.
@@ -222,7 +224,10 @@ def _fold_tile(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, TURNED: tl.constexpr,
     K_STEP: tl.constexpr, V_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`."""
+    """Fold the keys from `first` on into the state; only a PARTIAL tile looks at `stop`.
+
+    q [M, D], m and l [M]; k [N, D]; s and p [M, N], v [N, Dv], acc [M, Dv], if TURNED [N, M], [Dv, N] and [Dv, M].
+    """
     t, in_token, first_new = tokens
     k_ptr, k_stride, v_ptr, v_stride, block_table_ptr, key_mask_ptr, key_mask_step_n = cache
     q_sums, k_scale_ptr, k_scale_stride, v_scale_ptr, v_scale_stride = scales
@@ -270,8 +275,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     strides = p.q.stride()[:3], p.k.stride()[:3], p.v.stride()[:3], out.stride()[:3]
     k_form, v_form = (None, None) if p.kv_format is None else (p.kv_format.k, p.kv_format.v)
     k_codes, v_codes = (None if x is None else x.codes for x in (k_form, v_form))
-    # Tensor cores multiply 16 rows by 8 columns: with keys as rows and queries as columns 8 rows of q are not padded.
-    turned = tile.block_m < 16 and p.q.dtype != torch.float32
+    turned = is_turned(tile, p.q.dtype)
     v_in_k = (
         not turned
         and tile.block_dv == tile.block_d == p.v.shape[3] <= p.k.shape[3]
@@ -284,11 +288,10 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     arrays = (table, p.kv_lens, p.kv_start, p.q_lens, mask, tree, p.alibi_slopes, p.sinks, *scales)
     scale_strides = tuple([_row_strides(x) for x in scales])
     acc, m, l = (None, None, None) if partial is None else partial
-    steps = tuple([_fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v)])
-    # Elsewhere it was not measured, or did no good: tiles of 16 rows took 8 % longer.
+    steps = tuple([fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v)])
     prefetches = (
-        turned and p.kv_format is None and p.page_size is None and steps == (p.head_dim, p.value_dim)
-        and may_overlap(p.q.device.index)
+        turned and p.kv_format is None and p.page_size is None and are_end_to_end(p.k, p.v)
+        and is_hopper_or_newer(p.q.device.index)
     )  # fmt: skip
     # Equal strides are worked with once.
     v_stride = None if strides[1] == strides[2] and steps[0] == steps[1] else strides[2]
@@ -372,10 +375,20 @@ def _row_strides(scale: Tensor | None) -> tuple[int, ...]:
     return (0, scale.stride(0), 0) if scale.ndim == 2 else scale.stride()[:3]
 
 
-def _fixed_step(x: Tensor, slots: int) -> int:
+def is_turned(tile: Tile, dtype: torch.dtype) -> bool:
+    """Whether query rows are the columns of the products; exact float32 uses no tensor cores."""
+    return tile.block_m < 16 and dtype != torch.float32
+
+
+def fixed_step(x: Tensor, slots: int) -> int:
     """Elements from key to key, where a cache of this kind always has so many and offsets fit into 32 bits; else 0."""
     width, step = x.shape[3], x.stride(2)
     return step if step in (width, x.shape[1] * width) and slots * step < 2**31 else 0
+
+
+def are_end_to_end(*caches: Tensor) -> bool:
+    """Whether the keys of a head follow each other without gaps, 16 bytes at a time."""
+    return all(x.stride(2) == x.shape[3] and x.shape[3] * x.element_size() % 16 == 0 for x in caches)
 
 
 @lru_cache(maxsize=64)

@@ -252,8 +252,20 @@ def _parameter_offsets(ptx: str) -> tuple[list[int], int]:
 
 @lru_cache(maxsize=64)
 def may_overlap(device_index: int | None) -> bool:
-    """Whether a kernel may start before the one before it has ended: from NVIDIA's compute capability 9.0 on."""
-    if device_index is None or torch.version.hip is not None:  # the interpreter has no device
+    """Whether a kernel may start before the one before it has ended: from NVIDIA's compute capability 9.0 on.
+
+    Graphs capture such launches since the driver of CUDA 12.3.
+    """
+    if not is_hopper_or_newer(device_index):
+        return False
+    version = ctypes.c_int()
+    return _driver().cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value >= 12030
+
+
+@lru_cache(maxsize=64)
+def is_hopper_or_newer(device_index: int | None) -> bool:
+    """NVIDIA's compute capability 9.0 and up; the interpreter has no device."""
+    if device_index is None or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 

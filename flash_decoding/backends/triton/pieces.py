@@ -41,16 +41,19 @@ def _tiles_from(first_b, lens, B, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _inverse(divisor):
-    """1 / divisor from above, for quotients of at most 2^20: an integer division costs five times a product."""
+    """1 / divisor from above, for dividends of at most 2^20: an integer division costs five times a product.
+
+    A product with it is too large by less than 2^-20 of itself, of which 2^-21 are meant and the rest is rounding, and
+    not too small. So it never reaches an integer that the quotient does not, which is 1 / divisor away at least.
+    """
     return (1.0 + 2**-21) / divisor.to(tl.float32)
 
 
 @triton.jit
 def _divide_up(tiles, limit, inverse):
-    """ceil(tiles / limit), exact: the quotient in floating point is right or one too large."""
-    quotient = (tiles.to(tl.float32) * inverse).to(tl.int32)
-    rest = tiles - quotient * limit
-    return quotient + (rest > 0).to(tl.int32) - (rest <= -limit).to(tl.int32)
+    """ceil(tiles / limit), exact."""
+    whole = (tiles.to(tl.float32) * inverse).to(tl.int32)
+    return whole + (tiles > whole * limit).to(tl.int32)
 
 
 @triton.jit
@@ -69,7 +72,7 @@ def _limit_of_batch(lens, B, heads, at_once, pieces, Lq: tl.constexpr, BLOCK_N: 
         count = tl.zeros([_LIMITS], tl.int32)
         for first_b in range(0, B, _BLOCK_B):
             _, tiles = _tiles_from(first_b, lens, B, Lq, BLOCK_N)
-            # ceil(n / limit) = floor((n - 1) / limit) + 1, and what is too large by rounding only counts one too many.
+            # ceil(n / limit) = floor((n - 1) / limit) + 1
             last = tl.maximum(tiles - 1, 0).to(tl.float32)
             whole = (last[None, :] * inverse[:, None]).to(tl.int32)
             count += tl.sum(whole + (tiles > 0).to(tl.int32)[None, :], 1)

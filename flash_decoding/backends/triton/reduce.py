@@ -8,7 +8,7 @@ Rows without a key become out = 0 and lse = -inf. Attention sinks enter the deno
 SKIP_EMPTY the acc of splits without keys, which the chunk kernel then leaves unwritten, is not read.
 
 After a chunk kernel, and where the device can, its programs are already there when that ends: they start as soon as all
-programs of the chunk kernel have, and wait. A second launch costs 1.1 us less so.
+programs of the chunk kernel have, and wait.
 
 What is merged besides the splits of one call:
 - splits of a prefix that the whole batch shares. They lie behind the batch's own in the same arrays, their rows in
@@ -89,6 +89,8 @@ def _reduce_kernel(
         heads, row_kv, step = Hq // G * row_tiles, h_q % G * Lq + t, min(G * Lq, BLOCK_M)
         problem = b * heads + h_q // G * row_tiles + row_kv // BLOCK_M
     if EARLY:
+        # Before it only lengths are read. The chunk kernel does not write them, and it has itself waited for whatever
+        # came before it, since it does not start early.
         tl.extra.cuda.gdc_wait()
     if IN_PIECES:
         slot, splits = find_slots(m_ptr, problem, B * heads, num_splits, last_key > first_key, step)

@@ -70,7 +70,7 @@ def locate_rows(table_ptr, n, first, in_n, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl
         start, slot = tl.zeros([], tl.int64) + first, n - first
     elif ONE_PAGE:
         page = tl.load(table_ptr + first // PAGE_SIZE).to(tl.int64)
-        start, slot = first % PAGE_SIZE, n - first
+        start, slot = tl.zeros([], tl.int64) + first % PAGE_SIZE, n - first
     else:
         if in_n is None:
             pages = (tl.load(table_ptr + n // PAGE_SIZE).to(tl.int64),)
@@ -137,7 +137,7 @@ def load_rows(
 def prefetch_rows(ptr, first, last, WIDTH: tl.constexpr):
     """Ask for rows [first, last) of a head's keys or values, which lie end to end, to be put into the L2 cache."""
     BYTES: tl.constexpr = WIDTH * ptr.dtype.element_ty.primitive_bitwidth // 8
-    # One thread asks, for whole blocks of 16 bytes.
+    tl.static_assert(BYTES % 16 == 0)  # so must address and size be; one thread asks
     at = (ptr + first.to(tl.int64) * WIDTH).to(tl.int64) // 16 * 16
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $2, 0, p;"
