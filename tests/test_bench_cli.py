@@ -26,6 +26,10 @@ from flash_decoding.hardware import Gpu, find_gpu
 from flash_decoding.problem import Call, make_problem
 from flash_decoding.split_plan import MIN_SHARED_MEMORY
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+H200 = RESULTS / "nvidia-h200"
+LONG_ON_TWO = ("1,32,8,131072,128", "--ranks", "2", "--plot", "y")
+
 app = typer.Typer()
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
@@ -346,7 +350,20 @@ def test_plan_for_the_cpu_measures_its_memory():
             "--kv-dtype does not run on --gpu rtx4060",
         ),
         (["--gpu", "h100", "--kv-dtype", "int8", "--dtype", "fp32"], "--dtype must be bfloat16 or float16 for a cache"),
-        (["--gpu", "h100", "--kv-dtype", "fp8", "--ranks", "2", "--measured", "x"], "--measured must be given without"),
+        (
+            ["--gpu", "h100", "--kv-dtype", "fp8", "--ranks", "2", "--measured", "x", "--plot", "y"],
+            "--measured must be given without",
+        ),
+        (["--gpu", "h100", "--ranks", "2", "--measured", "x"], "--measured must be given with --plot"),
+        (["--gpu", "h100", "--ranks", "2", "--num-splits", "4"], "--num-splits must be given without --ranks"),
+        (
+            [*LONG_ON_TWO, "--gpu", "h100", "--measured", str(H200 / "distributed.json")],
+            "--measured must be results of H100",
+        ),
+        (
+            [*LONG_ON_TWO, "--gpu", "h200", "--measured", str(H200 / "article.json")],
+            "--measured must have rows of the suite distributed",
+        ),
         (["--gpu", "h100", "--num-splits", "0"], "--num-splits must be at least 1, got 0"),
         (["1,2,2,64,64", "1,2,2,65,64", "--gpu", "h100", "--plot", "x"], "--plot must be given with one shape, got 2"),
         *[([f"1,2,2,64,{d}", "--gpu", "h100"], f"D must be a multiple of 8 from 16 to 512, got {d}") for d in BAD_D],
@@ -357,6 +374,29 @@ def test_plan_for_the_cpu_measures_its_memory():
 )
 def test_plan_refuses_in_one_sentence(arguments: list[str], sentence: str):
     assert sentence in call("plan", *arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([RESULTS / "amd-epyc" / "accuracy.json"], "accuracy.json must have rows"),
+        ([RESULTS / "amd-epyc" / "cpu.json", H200 / "article.json"], "--report must be given files of one machine"),
+        (
+            [H200 / "article.json", H200 / "options.json", "--merge"],
+            "--merge: only the suites article, serving",
+        ),
+    ],
+)
+def test_report_refuses_what_one_table_cannot_hold(arguments, sentence):
+    paths = [word for path in arguments for word in (["--merge"] if path == "--merge" else ["--report", str(path)])]
+    assert sentence in call("bench", *paths, code=2)
+
+
+def test_the_plan_names_a_tile_that_was_measured():
+    output = call("plan", "16,32,8,8192,128", "--gpu", "h200")
+    assert "tile × in flight 32 keys × 3 64 keys × 3" in output
+    assert "The tile is a setting measured on this GPU" in output
+    assert "setting measured" not in call("plan", "16,32,8,8192,128", "--gpu", "a100")
 
 
 def test_plan_says_when_k_and_v_are_read_more_than_once(tmp_path: Path):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from flash_decoding.bench.results import read_results
+from flash_decoding.bench.results import read_results, write_results
 from flash_decoding.cli.commands import app
 from flash_decoding.distributed.cost import (
     choose_way,
@@ -118,7 +118,10 @@ def test_bench_distributed_measures_two_processes(tmp_path):
     assert row["us_eager"] > row["us_communication"]
     # Written with four decimals, and a tiny cache on two processes is far below 1.
     assert row["speedup"] == pytest.approx(row["us_one"] / row["us_eager"], abs=5.1e-5)
-    # Another picture of the same: what was measured beside what is predicted.
+    # Another picture of the same: what was measured beside what is predicted. As if these were two GPUs.
+    results = read_results(path)
+    results["environment"]["gpu"] = "NVIDIA H200"
+    write_results(path, results)
     drawn = run("plan", "1,4,2,2048,32", "--gpu", "h200", "--ranks", 2, "--plot", tmp_path / "p", "--measured", path)
     assert drawn.exit_code == 0, drawn.output
     assert "measured" in (tmp_path / "p.svg").read_text()

@@ -11,6 +11,8 @@ from typing import Any
 from flash_decoding.bench.results import Row
 from flash_decoding.bench.tables import is_quantised, summary_markdown
 
+# Their rows are a shape each, and nothing else.
+_MERGEABLE = ("article", "serving", "latency")
 BEGIN, END = "<!-- results: begin, drawn by `make results` -->", "<!-- results: end -->"
 
 
@@ -20,7 +22,17 @@ def fingerprint(rows: Sequence[Row]) -> str:
 
 
 def merge_suites(rows: Sequence[Row]) -> list[Row]:
-    """The rows as if all were of one suite, for one table and one picture."""
+    """The rows as if all were of one suite, for one table and one picture.
+
+    Raises:
+        ValueError: they are of several devices, or of suites whose rows one column of times does not tell apart.
+    """
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    if len(devices) > 1:
+        raise ValueError(f"rows of one device only can be merged, got {' and '.join(devices)}")
+    others = [suite for suite in dict.fromkeys(row["suite"] for row in rows) if suite not in _MERGEABLE]
+    if others:
+        raise ValueError(f"only the suites {', '.join(_MERGEABLE)} can be merged, got {', '.join(others)}")
     name = " and ".join(dict.fromkeys(row["suite"] for row in rows))
     return [row | {"suite": name} for row in rows]
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flash_decoding import __version__
 from flash_decoding.bench.timing import Method
 from flash_decoding.bench.workloads import Case
 
@@ -127,10 +128,11 @@ def _work_while(process: subprocess.Popen, seconds: float) -> None:
 
 
 def package_version(name: str) -> str | None:
+    """None where it is not installed; this library may run from its source, and knows its version itself."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return None
+        return __version__ if name == "flash-decoding" else None
 
 
 def cpu_name() -> str:
@@ -192,9 +194,11 @@ def read_results(path: Path) -> Results:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(results, dict) or results.get("schema") != SCHEMA:
         raise ValueError(f"{path} must be a result file of schema {SCHEMA}")
+    if not isinstance(results.get("rows"), list):
+        raise ValueError(f"{path} must have rows, as the result files of bench do; accuracy --report shows its own")
     needed = {"suite", "case", "shape", "dtype", "kv_dtype", "impl", "bytes", "us_graph", "us_graph_spread",
               "us_eager", "us_host", "read_floor_us", "max_abs_err", "status"}  # fmt: skip
-    for number, row in enumerate(results.get("rows", [])):
+    for number, row in enumerate(results["rows"]):
         missing = needed - row.keys()
         if missing:
             raise ValueError(f"{path} must have {', '.join(sorted(missing))} in row {number}")

@@ -63,10 +63,12 @@ _TILES: dict[tuple[str, int, int], tuple[tuple[int, int, int], ...]] = {
     ("dense", 128, 64): ((64, 8, 3), (64, 8, 2), (64, 4, 2), (128, 8, 2), (32, 4, 3)),
     ("paged", 64, 8): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 2, 2), (128, 2, 2)),
     ("paged", 128, 8): ((64, 2, 2), (128, 4, 2), (128, 2, 2), (64, 1, 2), (32, 1, 2), (32, 1, 3)),
+    ("paged", 128, 16): ((128, 4, 2), (64, 4, 2), (64, 2, 2), (32, 1, 2), (32, 1, 3)),
     ("ragged", 64, 8): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 1, 3), (64, 2, 2)),
     ("ragged", 128, 8): ((64, 2, 2), (64, 2, 3), (64, 1, 2), (32, 1, 3), (32, 1, 2)),
     ("ragged-paged", 64, 8): ((32, 1, 3), (32, 1, 2), (64, 1, 2), (64, 2, 2), (64, 2, 1)),
     ("ragged-paged", 128, 8): ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 1, 2), (64, 1, 1)),
+    ("ragged-paged", 128, 16): ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 1), (128, 4, 2)),
 }
 # The calls of a kind and a number of rows: their capacities follow from the size.
 _CALLS: dict[tuple[str, int], tuple[dict[str, int], ...]] = {
@@ -92,6 +94,10 @@ _CALLS: dict[tuple[str, int], tuple[dict[str, int], ...]] = {
         {"batch": 1, "heads_q": 32, "heads_kv": 8, "page_size": 64},
         {"batch": 1, "heads_q": 8, "heads_kv": 8, "page_size": 16},
     ),
+    ("paged", 16): (
+        {"batch": 1, "heads_q": 64, "heads_kv": 4, "page_size": 16},
+        {"batch": 1, "heads_q": 32, "heads_kv": 8, "q_len": 4, "page_size": 64},
+    ),
     ("ragged", 8): (
         {"batch": 16, "heads_q": 32, "heads_kv": 8, "spread": 1},
         {"batch": 64, "heads_q": 32, "heads_kv": 8, "spread": 64},
@@ -101,6 +107,10 @@ _CALLS: dict[tuple[str, int], tuple[dict[str, int], ...]] = {
         {"batch": 16, "heads_q": 32, "heads_kv": 8, "page_size": 16, "spread": 1},
         {"batch": 64, "heads_q": 32, "heads_kv": 8, "page_size": 16, "spread": 64},
         {"batch": 8, "heads_q": 32, "heads_kv": 8, "page_size": 64, "spread": 32},
+    ),
+    ("ragged-paged", 16): (
+        {"batch": 16, "heads_q": 64, "heads_kv": 4, "page_size": 16, "spread": 1},
+        {"batch": 64, "heads_q": 32, "heads_kv": 8, "q_len": 4, "page_size": 16, "spread": 64},
     ),
 }
 # What caches of a size hold: bytes of K and V, by the lower end of the size in MB. Ragged batches that can read little

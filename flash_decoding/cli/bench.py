@@ -68,7 +68,7 @@ def bench(
     ] = None,
     report: Annotated[
         list[Path] | None,
-        typer.Option(help="Measure nothing: show these result files, or all files below these folders."),
+        typer.Option(help="Measure nothing: show this result file, or all files below this folder; may be repeated."),
     ] = None,
     compare: Annotated[
         Path | None, typer.Option(help="With --report: a second run's results; show which medians it did not repeat.")
@@ -165,7 +165,10 @@ def _report(
     from flash_decoding.bench.document import merge_suites
 
     rows, environment = _read(paths)
-    shown = merge_suites(rows) if merge else rows
+    try:
+        shown = merge_suites(rows) if merge else rows
+    except ValueError as error:
+        fail(f"--merge: {error}")
     _show(shown, environment, details)
     if compare is not None:
         _compare(rows, compare)
@@ -181,6 +184,9 @@ def _read(paths: list[Path]) -> tuple[list[Row], dict[str, Any]]:
         files = [read_results(path) for path in find_result_files(paths)]
     except ValueError as error:
         fail(str(error))
+    gpus = list(dict.fromkeys(str(results["environment"].get("gpu")) for results in files))
+    if len(gpus) > 1:
+        fail(f"--report must be given files of one machine, got {' and '.join(gpus)}")
     rows = [row for results in files for row in results["rows"]]
     return rows, merge_environments([results["environment"] for results in files])
 

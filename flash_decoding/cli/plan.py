@@ -96,7 +96,7 @@ def plan(
         require_supported(shapes, num_splits)
         if plot is not None and len(shapes) > 1:
             fail(f"--plot must be given with one shape, got {len(shapes)}")
-        _require_ranks(ranks, cpu, link, gpus_per_host, measured)
+        _require_ranks(ranks, cpu, link, gpus_per_host, measured, plot, num_splits)
         kv_format = _find_codes(kv_dtype, shapes, dtype, cpu)
         if kv_format is not None and measured is not None:
             fail("--measured must be given without --kv-dtype, its results are of 16-bit caches")
@@ -134,14 +134,19 @@ def _find_codes(kv_dtype: str | None, shapes: list[Shape], dtype: str, cpu: bool
 
 
 def _require_ranks(
-    ranks: list[int] | None, cpu: bool, link: str | None, gpus_per_host: int, measured: Path | None
-) -> None:
+    ranks: list[int] | None, cpu: bool, link: str | None, gpus_per_host: int, measured: Path | None,
+    plot: Path | None, num_splits: int | None,
+) -> None:  # fmt: skip
     """Refuse what does not go with --ranks, or without it."""
     if not ranks:
         for option, value in (("--link", link), ("--measured", measured)):
             if value is not None:
                 fail(f"{option} must be given with --ranks")
         return
+    if num_splits is not None:
+        fail("--num-splits must be given without --ranks, where every rank's own plan counts")
+    if measured is not None and plot is None:
+        fail("--measured must be given with --plot, where it is drawn")
     if cpu:
         fail("--cpu must be given without --ranks, which is about GPUs")
     if not all(1 <= count <= 4096 for count in ranks):
@@ -174,7 +179,7 @@ def _plan_ranks(
         numbers.append(facts | plan_ranks.ranks_numbers(predictions, network))
         if plot is not None:
             title = f"{_with_codes(shape, kv_format)} on {target.name}s, {network.inside.name}"
-            speedups = {} if measured is None else plan_ranks.measured_speedups(measured, shape)
+            speedups = {} if measured is None else plan_ranks.measured_speedups(measured, shape, target.gpu)
             for written in save(plan_ranks.ranks_figure(shape, predictions, title, speedups), plot):
                 console.print(f"wrote {written}")
     if json is not None:
@@ -211,6 +216,13 @@ class _FoundGpu:
             for error in find_group_errors(name, getattr(kv_format, name), shape.head_dim, memory):
                 fail(f"--kv-dtype does not run on --gpu {self.gpu.key}: {error}")
 
+    def describe_tile(self, shape: Shape, dtype: str, num_splits: int | None, kv_format: KVFormat | None) -> str:
+        """Keys of a tile, and tiles in flight."""
+        from flash_decoding.bench.profiling import plan_of
+
+        tile = plan_of(shape, dtype, self.gpu, num_splits, kv_format).tile
+        return f"{tile.block_n} keys × {tile.buffers}"
+
     def choose(
         self, shape: Shape, dtype: str, num_splits: int | None, kv_format: KVFormat | None = None
     ) -> tuple[Sizes, int, int, Machine]:
@@ -246,6 +258,9 @@ class _Cpu:
         self.gb_per_s = measure_floor([Inputs(q, k, v)] * 2, Method()).gb_per_s
         self.description = f"{self.name}: {self.processors} threads, reads {self.gb_per_s:.1f} GB/s (measured now)"
 
+    def describe_tile(self, shape: Shape, dtype: str, num_splits: int | None, kv_format: KVFormat | None) -> str:
+        return "64 keys"
+
     def choose(
         self, shape: Shape, dtype: str, num_splits: int | None, kv_format: KVFormat | None = None
     ) -> tuple[Sizes, int, int, Machine]:
@@ -263,9 +278,11 @@ class _Report:
     """A shape's plan, unsplit beside split."""
 
     def __init__(
-        self, shape: Shape, kv_format: KVFormat | None, sizes: Sizes, unsplit: Prediction, split: Prediction
+        self, shape: Shape, kv_format: KVFormat | None, sizes: Sizes, unsplit: Prediction, split: Prediction,
+        tiles: tuple[str, str],
     ) -> None:  # fmt: skip
         self.shape, self.kv_format, self.sizes, self.unsplit, self.split = shape, kv_format, sizes, unsplit, split
+        self.tiles = tiles  # unsplit and split
 
 
 def _report(
@@ -274,7 +291,8 @@ def _report(
     whole, one, block_n, machine = target.choose(shape, dtype, 1, kv_format)
     unsplit = predict(whole, one, block_n, machine)
     sizes, splits, block_n, machine = target.choose(shape, dtype, num_splits, kv_format)
-    return _Report(shape, kv_format, sizes, unsplit, predict(sizes, splits, block_n, machine))
+    one_tile, tile = (target.describe_tile(shape, dtype, count, kv_format) for count in (1, num_splits))
+    return _Report(shape, kv_format, sizes, unsplit, predict(sizes, splits, block_n, machine), (one_tile, tile))
 
 
 def _with_codes(text: object, kv_format: KVFormat | None) -> str:
@@ -303,6 +321,7 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
         lambda p: f"{p.working_processors} of {target.processors} ({p.working_processors / target.processors:.0%})",
     )
     row("waves", lambda p: str(p.waves))
+    table.add_row("tile × in flight", *report.tiles)
     row("time spent on work until the last ends", lambda p: f"{p.busy_share:.0%}")
     table.add_section()
     row("bytes of K and V" if kv_format is None else "bytes of K, V and scales", lambda p: _bytes(kv_bytes(sizes)))
@@ -319,6 +338,11 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
         table.caption = f"Splitting makes this step {unsplit.total_us / split.total_us:.1f} times as fast."
     else:
         table.caption = "One split is enough here: the problems fill the device, or there are too few keys to share."
+    if report.tiles[0] != report.tiles[1]:
+        table.caption += (
+            "\nThe tile is a setting measured on this GPU, or one for long caches of codes; calls with num_splits, as "
+            "unsplit here, have the rule's."
+        )
     if kv_format is not None:
         table.caption += "\nCodes are more work for each byte than numbers; the prediction counts their bytes alone."
     if sizes.row_tiles > 1:
@@ -352,6 +376,7 @@ def _numbers(reports: list[_Report], target: _FoundGpu | _Cpu) -> dict[str, obje
                 "kv_dtype": report.kv_format and str(report.kv_format),
                 "kv_bytes": kv_bytes(report.sizes),
                 "row_tiles": report.sizes.row_tiles,
+                "tile": report.tiles[1],
                 "unsplit": numbers(report.unsplit),
                 "split": numbers(report.split),
                 "reduce_bytes": reduce_work(report.sizes, report.split.num_splits).bytes_moved,

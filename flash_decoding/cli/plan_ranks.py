@@ -16,6 +16,8 @@ from flash_decoding.distributed.cost import Network, RankPrediction, find_turnin
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from flash_decoding.hardware import Gpu
+
 
 def predict_each(
     shape: Shape,
@@ -112,14 +114,24 @@ def ranks_figure(shape: Shape, predictions: list[RankPrediction], title: str, me
     return figure
 
 
-def measured_speedups(path: Path, shape: Shape) -> dict[int, float]:
-    """Speed-ups by ranks that a result file of the suite `distributed` holds for a shape."""
+def measured_speedups(path: Path, shape: Shape, gpu: Gpu) -> dict[int, float]:
+    """Speed-ups by ranks that a result file of the suite `distributed` holds for a shape.
+
+    Raises:
+        ValueError: it is of other GPUs, or has none for the shape.
+    """
     from flash_decoding.bench.results import read_results, time_us
 
+    results = read_results(path)
+    name = str(results["environment"].get("gpu"))
+    if name.lower() not in (gpu.device_names or (gpu.name.lower(),)):
+        raise ValueError(f"--measured must be results of {gpu.name}s, as --gpu says, got {name}'s")
     times = {}
-    for row in read_results(path)["rows"]:
+    for row in results["rows"]:
         if row["suite"] == "distributed" and row["shape"] == asdict(shape) and time_us(row) is not None:
             times[row["ranks"]] = row["us_one"] / time_us(row)
+    if not times:
+        raise ValueError(f"--measured must have rows of the suite distributed for {shape}, got none in {path}")
     return times
 
 
