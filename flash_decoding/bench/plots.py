@@ -110,8 +110,8 @@ def quantised_figure(rows: Sequence[Row], title: str) -> Figure:
         ticks.append(left + (len(bars) - 1) / 2)
         left += len(bars) + 1
     axes.axhline(1, color=QUIET, linewidth=1.2)
-    axes.annotate("ours, 16 bits", (1, 1), (-4, 4), xycoords=("axes fraction", "data"), textcoords="offset points",
-                  ha="right", fontsize=8.5, color=QUIET)  # fmt: skip
+    axes.annotate("ours, 16 bits", (0, 1), (4, 4), xycoords=("axes fraction", "data"), textcoords="offset points",
+                  ha="left", fontsize=8.5, color=QUIET)  # fmt: skip
     highest = max((bar.height for bars in groups.values() for bar in bars), default=0.0)
     axes.set_ylim(0, 1.06 * min(TALLEST_SHARE, max(highest, 1.1)))
     axes.yaxis.grid(True, color=GRID)
