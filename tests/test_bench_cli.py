@@ -392,6 +392,12 @@ def test_report_refuses_what_one_table_cannot_hold(arguments, sentence):
     assert sentence in call("bench", *paths, code=2)
 
 
+def test_a_report_of_several_gpus_has_their_columns():
+    output = call("bench", "--report", str(H200 / "distributed.json"))
+    row = next(line for line in output.split("b1-") if line.startswith("h32x8-n1048576-d128"))
+    assert row.split()[1:5] == ["2", "945.1", "492.3", "1.92"], "ranks, one alone, together, speed-up"
+
+
 def test_the_plan_names_a_tile_that_was_measured():
     output = call("plan", "16,32,8,8192,128", "--gpu", "h200")
     assert "tile × in flight 32 keys × 3 64 keys × 3" in output

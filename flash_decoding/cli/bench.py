@@ -302,12 +302,16 @@ def _row_line(row: Row) -> str:
 def _show(rows: Sequence[Row], environment: dict[str, Any], details: bool) -> None:
     """Each suite in one line per shape and what options cost, then why peers are missing; with details every peer."""
     from flash_decoding.bench.tables import detail_table, failure_lines, ratio_table, summary_table
+    from flash_decoding.cli import bench_distributed
 
     _show_environment(environment)
     suites = {
         suite: [row for row in rows if row["suite"] == suite] for suite in dict.fromkeys(r["suite"] for r in rows)
     }
     for suite, chosen in suites.items():
+        if suite == "distributed":
+            console.print(bench_distributed.rows_table(chosen))
+            continue
         console.print(summary_table(suite, chosen))
         ratios = ratio_table(suite, chosen)
         if ratios is not None:
