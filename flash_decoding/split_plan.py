@@ -165,11 +165,10 @@ def choose_tile(
     warps = 1 if widest <= 64 else 4 if widest <= 256 else 8  # per 16 rows
     buffers = 3
     if block_m == 8:
-        # One warp shares nothing with others, and many small programs end together. From four warps on the compiler
-        # takes products of 64 keys by 16 rows.
+        # One warp shares nothing with others, and many small programs end together.
         block_n, warps = min(block_n, 32), 1 if widest <= 128 else 2
-    if widest == 128 and block_m <= 16:
-        if block_m == 8 or (paged and ragged):
+    elif widest == 128 and block_m == 16:
+        if paged and ragged:
             block_n, warps = 32, 1
         elif ragged:
             warps = 2
@@ -177,8 +176,8 @@ def choose_tile(
             block_n = 128  # one program per processor
         elif paged:
             warps = 2
-        # Two buffers and their page ids hide the hop from an id to its rows better than three.
-        buffers = 2 if paged or ragged else 3
+    if widest == 128 and block_m <= 16 and (paged or ragged):
+        buffers = 2  # they and their page ids hide the hop from an id to its rows better than three
     if most > 1:
         # More rows would not fit into registers beside the parts.
         block_m = min(block_m, (64 if most == 2 else 32) if widest <= 128 else 16)
@@ -188,11 +187,14 @@ def choose_tile(
             # Scales by key cross warps on their way to scores; without them wide tiles have less to do per key.
             # Codes of 4 bits beside wider elements spill in tiles of 64 keys.
             small = ragged or scales > 2 or (most == 4 and (block_m > 16 or parts != (4, 4)))
-            block_n, warps, buffers = (32, 1, 2) if small else (64, 1, 2) if most == 4 else (32, 1, 3)
             if block_m == 8:
                 block_n, warps, buffers = 32, 1, 2 if scales or ragged else 3
             elif scales == 0 and not ragged:
                 block_n, warps, buffers = (128, 4, 2) if widest == 128 and block_m == 16 else (64, 1, 3)
+            elif small:
+                block_n, warps, buffers = 32, 1, 2
+            else:
+                block_n, warps, buffers = (64, 1, 2) if most == 4 else (32, 1, 3)
     tile = Tile(block_m, block_n, block_d, block_dv, min(max(block_m // 16, 1) * warps, 8), 1, rest_d)
     return _with_pipeline(tile, buffers, element_size, shared_memory, paged)
 
@@ -202,7 +204,8 @@ def enlarge_tile(
 ) -> Tile | None:  # fmt: skip
     """What is better than the rule's tile of codes for long caches, of whose first and last tiles less is seen.
 
-    Measured for heads of 128 and up to eight query rows; None for all others, and where registers would spill.
+    Measured for dense caches, heads of 128 and up to eight query rows; pages are taken to be alike. None for all
+    others, and where registers would spill.
     """
     widest = max(tile.block_d * parts[0], tile.block_dv * parts[1])
     if max(parts) == 1 or tile.block_m != 8 or widest != 128 or scales > 2:

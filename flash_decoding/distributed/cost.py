@@ -14,7 +14,8 @@ from importlib import resources
 STATE_BYTES = 4  # states travel in float32: in 16 bits they would be rounded once per rank and once more when merged
 WAYS = ("all_gather", "reduce_scatter")
 GPUS_PER_HOST = 8
-# A reduce kernel behind a collective, which it cannot start before the end of.
+# A reduce kernel behind a collective, before whose end it cannot start; alone it takes 1.6 us on an H200
+# (benchmarks/sweeps/nvidia-h200-pieces.json).
 _MERGE_US = 1.5
 # NCCL's overhead of every step of a ring that leaves the host, on hosts with AMD's CPUs; same source as the links.
 _NETWORK_STEP_US = 2.0

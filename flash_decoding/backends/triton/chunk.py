@@ -6,9 +6,8 @@ Grid: (sequence, KV head and tile of rows, flattened; split), or one program per
 of a KV head and their Lq tokens are the rows of one matrix product, so K and V are read from memory once. Up to eight
 rows are the columns of TURNED products instead, scores [N, M] = k q^T and acc [Dv, M] = v^T p, since tensor cores
 multiply 16 rows by 8 columns. A program walks its split BLOCK_N keys at a time and stores (acc, m, l), m in base 2;
-reduce.py merges the splits. With a single
-split it stores the finished out and lse instead. A split without keys stores m = -inf, l = 0, which weighs nothing in
-the merge.
+reduce.py merges the splits. With a single split it stores the finished out and lse instead. A split without keys stores
+m = -inf, l = 0, which weighs nothing in the merge.
 
 Dense and paged caches differ in locate_rows() alone, score options in transform_scores(), masks that differ by query
 row in sees(). An argument that is None is off and costs nothing: it is compiled away.
@@ -16,7 +15,6 @@ row in sees(). An argument that is None is off and costs nothing: it is compiled
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 import triton
@@ -38,7 +36,7 @@ from flash_decoding.backends.triton.codes import (
     words_of,
     zero_acc,
 )
-from flash_decoding.backends.triton.launch import is_hopper_or_newer, launch, may_overlap, variant
+from flash_decoding.backends.triton.launch import capability, launch, may_overlap, variant
 from flash_decoding.backends.triton.online_softmax import finish_softmax, weigh_scores
 from flash_decoding.backends.triton.pieces import find_piece, note_slots
 from flash_decoding.backends.triton.scores import sees, transform_scores
@@ -89,7 +87,7 @@ def _chunk_kernel(
     G: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_IN_K: tl.constexpr,
     K_FORM: tl.constexpr, V_FORM: tl.constexpr,  # CodeFormat; None: 16 or 32 bits, as q
-    FP8_CONVERT: tl.constexpr,
+    FP8_CONVERT: tl.constexpr,  # whether the device has an instruction for e4m3
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     TURNED: tl.constexpr,  # whether tiles of scores are [N, M] and acc is [Dv, M]
@@ -291,7 +289,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
     steps = tuple([fixed_step(x, p.page_size or tile.block_n) for x in (p.k, p.v)])
     prefetches = (
         turned and p.kv_format is None and p.page_size is None and are_end_to_end(p.k, p.v)
-        and is_hopper_or_newer(p.q.device.index)
+        and capability(p.q.device.index) >= (9, 0)
     )  # fmt: skip
     # Equal strides are worked with once.
     v_stride = None if strides[1] == strides[2] and steps[0] == steps[1] else strides[2]
@@ -317,7 +315,7 @@ def launch_chunk(problem: Problem, plan: Plan, partial: Partial | None, out: Ten
         ),
         (
             p.group, p.q_len, p.head_dim, p.value_dim, p.causal, p.page_size, v_in_k, k_form, v_form,
-            _converts_fp8(p.q.device.index) if "fp8_e4m3" in (k_codes, v_codes) else False,
+            "fp8_e4m3" in (k_codes, v_codes) and capability(p.q.device.index) >= (8, 9),
             tile.block_m, tile.block_n, tile.block_d, tile.rest_d, tile.block_dv, tile.num_warps,
             turned, *steps, prefetches, partial is not None and may_overlap(p.q.device.index),
         ),
@@ -389,9 +387,3 @@ def fixed_step(x: Tensor, slots: int) -> int:
 def are_end_to_end(*caches: Tensor) -> bool:
     """Whether the keys of a head follow each other without gaps, 16 bytes at a time."""
     return all(x.stride(2) == x.shape[3] and x.shape[3] * x.element_size() % 16 == 0 for x in caches)
-
-
-@lru_cache(maxsize=64)
-def _converts_fp8(device_index: int | None) -> bool:
-    """Whether the device has an instruction for e4m3; the interpreter has none."""
-    return device_index is not None and torch.cuda.get_device_capability(device_index) >= (8, 9)

@@ -256,18 +256,18 @@ def may_overlap(device_index: int | None) -> bool:
 
     Graphs capture such launches since the driver of CUDA 12.3.
     """
-    if not is_hopper_or_newer(device_index):
+    if capability(device_index) < (9, 0):
         return False
     version = ctypes.c_int()
     return _driver().cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value >= 12030
 
 
 @lru_cache(maxsize=64)
-def is_hopper_or_newer(device_index: int | None) -> bool:
-    """NVIDIA's compute capability 9.0 and up; the interpreter has no device."""
+def capability(device_index: int | None) -> tuple[int, int]:
+    """NVIDIA's compute capability; (0, 0) for another maker's device and for the interpreter, which has none."""
     if device_index is None or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+        return 0, 0
+    return torch.cuda.get_device_capability(device_index)
 
 
 @cache

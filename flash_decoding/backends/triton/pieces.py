@@ -41,7 +41,7 @@ def _tiles_from(first_b, lens, B, Lq: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _inverse(divisor):
-    """1 / divisor from above, for dividends of at most 2^20: an integer division costs five times a product.
+    """1 / divisor from above, for dividends of at most 2^20: an integer division is many instructions.
 
     A product with it is too large by less than 2^-20 of itself, of which 2^-21 are meant and the rest is rounding, and
     not too small. So it never reaches an integer that the quotient does not, which is 1 / divisor away at least.
