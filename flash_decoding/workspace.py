@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Programs that may use an inbox at a time.
+INBOX_PROGRAMS = 1024
 # Views kept per workspace; making one costs a few microseconds, so the recent shapes keep theirs.
 _MAX_VIEWS = 64
 
@@ -19,6 +21,16 @@ class Partial(NamedTuple):
     acc: Tensor  # [*shape, Dv] float32, the shape that the plan gives: [num_splits, B, Hq, Lq] or [slots, rows]
     m: Tensor  # [*shape] float32, base 2
     l: Tensor  # [*shape] float32
+
+
+class Inbox(NamedTuple):
+    """Where the states of other ranks arrive: memory into which every rank of a group writes."""
+
+    addresses: Tensor  # [ranks] int64: of the inboxes of all ranks, as this process reaches them
+    half: int  # words of 64 bits in each of an inbox's two halves
+    counters: Tensor  # [INBOX_PROGRAMS] int32, each the number of calls so far
+    rank: int
+    timeout_ms: int  # after which waiting for another rank is an error
 
 
 class Workspace:

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from flash_decoding.backends.triton.append import _WARPS, _append_kernel, choose_rows
 from flash_decoding.backends.triton.chunk import _chunk_kernel, is_turned
 from flash_decoding.backends.triton.codes import words_of
+from flash_decoding.backends.triton.exchange import _exchange_kernel, block_of_words
 from flash_decoding.backends.triton.reduce import SLICE, _reduce_kernel, block_of_splits, block_of_states
 from flash_decoding.split_plan import Tile, next_power_of_2
 
@@ -120,6 +121,21 @@ def compile_partials(dtype, width, count, arch, *, is_last) -> Compiled:
         "G": 1, "Lq": 1, "BLOCK_M": 1, "SKIP_EMPTY": True, "DV": width, "BLOCK_S": block_s, "BLOCK_DV": SLICE,
     }  # fmt: skip
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
+
+
+def compile_exchange(dtype, width, ranks, arch, *, scatter=False) -> Compiled:
+    """The exchange kernel, for one query row per program."""
+    block_r, block_dv, num_warps = block_of_words(ranks, width)
+    signature = {
+        **dict.fromkeys(("acc_ptr", "m_ptr", "l_ptr", "lse_ptr", "sinks_ptr"), "*fp32"), "addresses_ptr": "*i64",
+        "half": "i32", "counters_ptr": "*i32", "out_ptr": f"*{NAMES[dtype]}", "out_stride": ("i32", "i32", "i32"),
+        **dict.fromkeys(("rank", "rows", "heads", "Hq", "timeout_ms"), "i32"),
+    }  # fmt: skip
+    constants = {
+        "Lq": 1, "RANKS": ranks, "SCATTER": scatter, "DV": width, "BLOCK_R": block_r, "BLOCK_DV": block_dv,
+        "COUNTERS": 1024, "COUNTERS_EACH": 32, "EARLY": arch >= 90,
+    }  # fmt: skip
+    return _compile(_exchange_kernel, signature, constants, arch, num_warps, 1)
 
 
 def compile_merge(dtype, width, count, arch) -> Compiled:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from flash_decoding import KVCache, flash_decode, quantize_kv
+from flash_decoding.distributed import symmetric
 
 GROUP_SECONDS = 60  # what a rank waits for another before it is an error
 
@@ -57,9 +58,23 @@ def run_ranks(ranks, work, *arguments, device="cpu", seconds=240, group_seconds=
         return [json.loads(path.read_text()) if path.exists() else None for path in results]
 
 
+def reach_each_other_through_files(min_words):
+    """Let ranks on CPUs share files where GPUs would share memory; inboxes have at least so many words."""
+    kept, folder = [], os.environ["RANKS_FOLDER"]
+
+    def allocate(words, device, members):
+        paths = [f"{folder}/inbox-{len(kept)}-{rank}" for rank in range(members.ranks)]
+        inboxes = [torch.from_file(path, shared=True, size=words, dtype=torch.int64) for path in paths]
+        kept.append(inboxes)
+        return inboxes[members.rank], [x.data_ptr() for x in inboxes]
+
+    symmetric.find_obstacle, symmetric.allocate, symmetric._MIN_WORDS = lambda device: None, allocate, min_words
+    return kept
+
+
 def _in_group(rank, ranks, device, folder, group_seconds, work, arguments):
     torch.set_num_threads(1)
-    os.environ["FLASH_DECODING_TUNED_DIR"] = os.devnull
+    os.environ |= {"FLASH_DECODING_TUNED_DIR": os.devnull, "RANKS_FOLDER": folder}
     options = dict(init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
     options["timeout"] = datetime.timedelta(seconds=group_seconds)
     if device == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from helpers import assert_matches, max_error, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import assert_all_pass, run_checks, run_ranks
+from ranks import assert_all_pass, reach_each_other_through_files, run_checks, run_ranks
 
 from flash_decoding import flash_decode, quantize_kv, reference
 from flash_decoding.distributed import Contiguous, Interleaved, context_parallel_decode
+from flash_decoding.distributed.agreement import find_members
 
 BATCH, HEADS_Q, HEADS_KV, DIM = 3, 12, 4, 32
 SLOPES, SINKS = torch.linspace(0.02, 0.4, HEADS_Q), torch.linspace(-2, 3, HEADS_Q)
@@ -331,7 +333,7 @@ def check_head_mesh(rank, ranks):
 
 
 def check_ways_agree(rank, ranks, dtype):
-    """Both ways of communicating give the same bits, and each of its heads the other output."""
+    """Both collectives give the same bits, and each of its heads the other output; symmetric memory is as good."""
     whole = make_whole(3, dict(kv_lens=LENS, window=9, sinks=SINKS), dtype, max(LENS))
     out, lse = decode_in_shards(rank, ranks, whole, Interleaved(), communicate="all_gather")
     assert_whole(rank, ranks, whole, out, lse)
@@ -340,6 +342,10 @@ def check_ways_agree(rank, ranks, dtype):
     assert max_error(lse, other_lse) == 0.0
     heads = [decode_in_shards(rank, ranks, whole, Interleaved(), communicate=way, output="heads")[0] for way in WAYS]
     assert all(max_error(part, out.chunk(ranks, 1)[rank]) == 0.0 for part in heads)
+    if out.device.type == "cuda":
+        for output in ("replicated", "heads"):
+            how = dict(communicate="symmetric_memory", output=output)
+            assert_whole(rank, ranks, whole, *decode_in_shards(rank, ranks, whole, Interleaved(), **how), output)
 
 
 def check_large_scores(rank, ranks):
@@ -366,7 +372,56 @@ def check_on_triton(rank, ranks):
     check_large_scores(rank, ranks)
 
 
-def check_graph(rank, ranks):
+def check_exchange(rank, ranks):
+    """States pushed into each other's memory, here files: options, outputs, and calls of any size one after another."""
+    inboxes = reach_each_other_through_files(min_words=20000)
+    how = dict(backend="triton", communicate="symmetric_memory")
+    for name, dtype, layout, output in (
+        ("plain", torch.float32, "bhnd", "replicated"), ("everything", torch.float16, "bhnd", "heads"),
+        ("tokens-alibi", torch.float32, "bnhd", "replicated"), ("sinks", torch.bfloat16, "bnhd", "heads"),
+    ):  # fmt: skip
+        q_len, options = OPTIONS[name]
+        whole = make_whole(q_len, options, dtype, max(LENS) // ranks * ranks if name == "plain" else max(LENS))
+        out, lse = decode_in_shards(rank, ranks, whole, Interleaved(), output=output, layout=layout, **how)
+        assert_whole(rank, ranks, whole, out, lse, output, layout)
+    assert len(inboxes) == 2  # the first was too small for the third call
+    memory = find_members(None).memory[torch.device("cpu")]
+    memory.take(1, 1).counters.fill_(2**31 - 2)  # they pass the largest number of 32 bits
+    others = [make_whole(2, dict(kv_lens=LENS), torch.float32, max(LENS)) for _ in range(3)]
+    pending = [decode_in_shards(rank, ranks, other, Interleaved(), async_op=True, **how) for other in others]
+    for other, one in reversed(list(zip(others, pending, strict=True))):
+        assert_whole(rank, ranks, other, *one.wait())
+    out, lse = decode_in_shards(rank, ranks, others[0], Interleaved(), backend="triton", communicate="all_gather")
+    assert max_error(out, pending[0].wait()[0]) < 1e-6
+
+
+def check_no_reach(rank, ranks):
+    """Ranks without GPUs, and no choice left."""
+    q, kv = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 3, 16)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^communicate must not be 'symmetric_memory' .* tensors are on cpu"):
+            context_parallel_decode(q, kv, kv, communicate="symmetric_memory")
+
+
+def check_streams(rank, ranks):
+    """Calls of two groups on several streams, one after another as far as each rank's host goes; no rank waits."""
+    whole = make_whole(1, dict(kv_lens=LENS), torch.bfloat16, max(LENS))
+    other = dist.new_group(list(range(ranks)))
+    streams, results = [torch.cuda.Stream() for _ in range(3)], []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for i in range(30):
+        with torch.cuda.stream(streams[i % 3]):
+            group = other if i % 2 else None
+            results.append(
+                decode_in_shards(rank, ranks, whole, Interleaved(), communicate="symmetric_memory", group=group)
+            )
+    torch.cuda.synchronize()
+    assert_whole(rank, ranks, whole, *results[0])
+    assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
+
+
+def check_graph(rank, ranks, communicate):
     """One CUDA graph of a step with its communication is right for every later content of the lengths."""
     q, k, v, options = make_whole(3, dict(kv_lens=LENS, window=9, sinks=SINKS), torch.bfloat16, max(LENS))
     k_own, v_own = (deal(x, Interleaved(), rank, ranks) for x in (k, v))
@@ -374,7 +429,7 @@ def check_graph(rank, ranks):
 
     def step():
         return context_parallel_decode(
-            q, k_own, v_own, shard=Interleaved(), return_lse=True, communicate="reduce_scatter", **options
+            q, k_own, v_own, shard=Interleaved(), return_lse=True, communicate=communicate, **options
         )  # fmt: skip
 
     stream = torch.cuda.Stream()
@@ -442,6 +497,7 @@ OTHERS = {
     "many": (check_tokens_dealt_to_many, (), (2, 4)), "subgroup": (check_subgroup, (), (2, 3)),
     "mesh": (check_head_mesh, (), (2, 4)), "ways": (check_ways_agree, (torch.float32,), (2, 4)),
     "large": (check_large_scores, (), (2, 3)), "rounded-once": (check_rounded_once, (), (2,)),
+    "no-reach": (check_no_reach, (), (2,)),
     "fp8": (check_codes, ("fp8", 1), (2,)), "int8": (check_codes, ("int8", 3), (2,)),
     "int4": (check_codes, ("int4", 2), (2,)),
 }  # fmt: skip
@@ -469,13 +525,21 @@ def test_two_ranks_in_the_interpreter(target):
     assert_all_pass(run_ranks(2, run_checks, {"triton": (check_on_triton, ())}))
 
 
+@pytest.mark.interpreter
+def test_ranks_that_reach_each_other_in_the_interpreter(target):
+    if target != ("triton", "cpu"):
+        pytest.skip("needs TRITON_INTERPRET=1; the other tests start the other backends")
+    assert_all_pass(run_ranks(3, run_checks, {"exchange": (check_exchange, ())}))
+
+
 @pytest.mark.gpu
 @TWO_GPUS
 def test_two_gpus_are_one():
     """One start of two processes for everything, and few kernels: each compiles what it starts."""
     checks = {
-        "device": (check_wrong_device, ()), "ways": (check_ways_agree, (torch.bfloat16,)), "graph": (check_graph, ()),
-        "large": (check_large_scores, ()),
+        "device": (check_wrong_device, ()), "ways": (check_ways_agree, (torch.bfloat16,)),
+        "graph": (check_graph, ("reduce_scatter",)), "exchange-graph": (check_graph, ("symmetric_memory",)),
+        "large": (check_large_scores, ()), "streams": (check_streams, ()),
     }  # fmt: skip
     assert_all_pass(run_ranks(2, run_checks, checks, device="cuda", seconds=100, group_seconds=60))
 
@@ -490,3 +554,22 @@ def test_the_kernel_that_merges_ranks_compiles_and_does_not_spill(dtype, is_last
     built = compile_partials(dtype, 128, 8, arch, is_last=is_last)
     assert built.spills == 0
     assert built.stack_bytes == 0
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize(
+    ("ranks", "scatter", "width"), [(2, False, 128), (8, False, 128), (8, True, 64), (8, True, 512)]
+)
+def test_the_exchange_kernel_compiles_and_does_not_spill(ranks, scatter, width, arch):
+    pytest.importorskip("triton")
+    from compiling import compile_exchange
+
+    built = compile_exchange(torch.bfloat16, width, ranks, arch, scatter=scatter)
+    assert built.spills == 0
+    assert built.stack_bytes == 0
+    assert built.registers <= 128
+    # What another GPU writes is read from memory each time, whole words are written, and waiting has an end.
+    assert "ld.volatile.global" in built.ptx
+    assert re.search(r"st\.global(\.v2)?\.b64", built.ptx)
+    assert "trap;" in built.ptx
+    assert ("griddepcontrol.wait" in built.ptx) == (arch >= 90)

@@ -38,6 +38,8 @@ def test_bytes_of_both_ways():
     assert received_bytes("all_gather", "replicated", 4, 32, 128, 2) == [3 * state]
     assert received_bytes("reduce_scatter", "heads", 4, 32, 128, 2) == [3 * state // 4]
     assert received_bytes("reduce_scatter", "replicated", 4, 32, 128, 2) == [3 * state // 4, 3 * 32 * 128 * 2 // 4]
+    assert received_bytes("symmetric_memory", "replicated", 4, 32, 128, 2) == [2 * 3 * state]
+    assert received_bytes("symmetric_memory", "heads", 4, 32, 128, 2) == [2 * 3 * state // 4]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,19 @@ def test_bytes_of_both_ways():
 )
 def test_the_rule(output, ranks, heads_q, batch, way):
     assert choose_way(output, ranks, heads_q, batch * heads_q, 128, 2) == way
+
+
+@pytest.mark.parametrize(
+    ("output", "ranks", "batch", "way"),
+    [
+        ("replicated", 2, 1, "symmetric_memory"),  # no collective is sooner done than one
+        ("heads", 8, 16, "symmetric_memory"),
+        ("replicated", 8, 1024, "reduce_scatter"),  # twice the bytes of all states
+        ("replicated", 16, 1, "all_gather"),  # two hosts
+    ],
+)
+def test_the_rule_where_ranks_reach_each_other(output, ranks, batch, way):
+    assert choose_way(output, ranks, 32, batch * 32, 128, 2, reach=True) == way
 
 
 def test_a_collective_takes_longer_with_more_ranks_bytes_and_hosts():

@@ -3,7 +3,8 @@
 Every rank makes its shards, and rank 0 the whole cache from the same seeds, which it decodes alone: what scaling is
 measured against. A step on several ranks is checked against float64 first. It is timed inside of a CUDA graph over
 rotated copies, all ranks replaying it equally often, and the slowest rank's time counts. What the step takes longer
-than the decoding of a shard alone is called communication; the merge is part of it.
+than the decoding of a shard alone is called communication; the merge is part of it. Where states don't travel by an
+all-gather, the step with one is timed too.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from flash_decoding.bench.peers import OURS
 from flash_decoding.bench.read_floor import measure_floor
 from flash_decoding.bench.results import OK, Row, describe_environment, empty_row
 from flash_decoding.bench.timing import Inputs, Method, Timed, check_output, reference_by_head
-from flash_decoding.bench.workloads import ITEMSIZE, Case, Shape
+from flash_decoding.bench.workloads import Case, Shape
 from flash_decoding.distributed import context_parallel_decode
-from flash_decoding.distributed.cost import choose_way
 
 SUITE = "distributed"
 # What no rank may wait longer for another: a lost rank is an error then.
@@ -127,21 +127,27 @@ def _measure_ranks(case: Case, ranks: int, group: dist.ProcessGroup, method: Met
 
 
 def _measure_in_group(case: Case, ranks: int, group: dist.ProcessGroup, method: Method) -> Row:
-    s, rank = case.shape, dist.get_rank()
+    rank = dist.get_rank()
     count = _count_copies(case.kv_bytes // ranks, method)
     copies = [_make_shard(case, ranks, rank, copy, method.seed) for copy in range(count)]
     steps = [lambda x=x: context_parallel_decode(*x, group=group) for x in copies]
+    gathered = [lambda x=x: context_parallel_decode(*x, group=group, communicate="all_gather") for x in copies]
     shards = [lambda x=x: flash_decode(*x) for x in copies]
     error = _check(case, ranks, group, steps[0](), method)
     found: Row = {"max_abs_err": error}
-    rows = s.batch * s.heads_q
-    found["variant"] = choose_way("replicated", ranks, s.heads_q, rows, s.head_dim, ITEMSIZE[case.dtype])
+    pending: Any = context_parallel_decode(*copies[0], group=group, async_op=True)
+    pending.wait()
+    found["variant"] = pending.communicate
     if case.device == "cuda":
         graph = _capture(steps)
         timed = _time_together(graph.replay, len(steps), group, case.device, method)
         alone = _time_together(_capture(shards).replay, len(shards), group, case.device, method)
         found["us_graph"], found["us_graph_spread"] = round(timed.median, 3), round(timed.spread, 3)
         found["us_graph_repeats"] = [round(us, 3) for us in timed.repeats]
+        found["us_all_gather"] = found["us_graph"]
+        if found["variant"] != "all_gather":
+            by_nccl = _time_together(_capture(gathered).replay, len(gathered), group, case.device, method)
+            found["us_all_gather"] = round(by_nccl.median, 3)
         found["read_floor_us"] = round(measure_floor(copies, method, case.kv_bytes // ranks).us, 3)
     else:
         timed = _time_together(lambda: [step() for step in steps], len(steps), group, case.device, method)

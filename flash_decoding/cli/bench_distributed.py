@@ -47,15 +47,20 @@ def rows_table(rows: Sequence[Row]) -> Table:
     """One line per shape and number of ranks."""
     table = Table(title="distributed: one cache over several ranks, µs per step", title_justify="left",
                   box=box.SIMPLE_HEAD)  # fmt: skip
-    table.caption = "Travel: what a step takes longer than decoding a shard alone, the merge included."
+    table.caption = (
+        "Travel: what a step takes longer than decoding a shard alone, the merge included.\n"
+        "All-gather: the step with states that travel so."
+    )
     table.add_column("shape", no_wrap=True)
-    for name in ("ranks", "alone", "together", "speed-up", "a shard", "travel"):
+    for name in ("ranks", "alone", "together", "speed-up", "a shard", "travel", "all-gather"):
         table.add_column(name, justify="right")
+    table.add_column("by")
     for row in rows:
         us = row["us_graph"] or row["us_eager"]
         table.add_row(
             row["case"].rpartition("-r")[0], str(row["ranks"]), _text(row["us_one"]), _text(us),
             _text(row["speedup"], ".2f"), _text(row["us_shard"]), _text(row["us_communication"]),
+            _text(row.get("us_all_gather")), row["variant"].split("_")[-1],
         )  # fmt: skip
     return table
 

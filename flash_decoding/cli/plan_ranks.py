@@ -58,11 +58,13 @@ def ranks_table(what: str, predictions: list[RankPrediction], network: Network) 
         table.add_row(
             str(p.ranks), str(p.keys), f"{p.decode_us:.1f}",
             *([f"{p.communication_us:.1f}", f"{p.merge_us:.1f}"] if p.ranks > 1 else ["–", "–"]),
-            f"{p.total_us:.1f}", f"{speedup:.2f}", f"{speedup / p.ranks:.0%}", p.way.split("_")[0],
+            f"{p.total_us:.1f}", f"{speedup:.2f}", f"{speedup / p.ranks:.0%}", p.way.split("_")[-1],
             style="bold" if p is best else None,
         )  # fmt: skip
     where = f"{network.inside.name} inside of hosts of {network.gpus_per_host}, {network.between.name} between"
-    table.caption = f"{_turning_words(predictions)}\n{where}. Travel: NCCL's own model."
+    table.caption = (
+        f"{_turning_words(predictions)}\n{where}. Travel: NCCL's own model, and what was measured of symmetric memory."
+    )
     return table
 
 

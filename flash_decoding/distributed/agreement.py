@@ -22,7 +22,7 @@ class Members:
     """The ranks of a group, seen from this process.
 
     Attributes: group, rank (of this process in the group), ranks (how many), global_ranks, agreed (what was found out
-    per signature).
+    per signature), memory (what they reach of each other's, per device).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -30,6 +30,7 @@ class Members:
         self.rank, self.ranks = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
         self.agreed: dict[tuple, Any] = {}
+        self.memory: dict[torch.device, Any] = {}
         self._exchanges = 0
 
     @property

@@ -1,9 +1,10 @@
 """context_parallel_decode(): every rank decodes its shard of the cache, and the states are merged.
 
 A state is an unfinished softmax: acc, m and l in float32, one behind the other in one message, written there by the
-kernels themselves. So a rank is one split more, and what merges splits merges ranks, as exactly. An all-gather brings
-the states of all ranks to each, where one kernel merges them. Or an all-to-all brings to each rank the states of its
-heads (a reduce-scatter whose sum is the merge); a replicated output is gathered then.
+kernels themselves. So a rank is one split more, and what merges splits merges ranks, as exactly. Where the GPUs of a
+host reach each other's memory, one kernel pushes the states there and merges what arrives. Otherwise an all-gather
+brings the states of all ranks to each, where one kernel merges them, or an all-to-all brings to each rank the states of
+its heads (a reduce-scatter whose sum is the merge); a replicated output is gathered then.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from flash_decoding.distributed.sharding import (
     parse_shard,
     place_shard,
 )
+from flash_decoding.distributed.symmetric import SymmetricMemory
 from flash_decoding.op import is_traced
-from flash_decoding.workspace import Partial
+from flash_decoding.workspace import Inbox, Partial
 
 # Floats: states begin at multiples of 64 bytes, so that the merge reads them in vectors.
 _MESSAGE_STEP = 16
@@ -51,9 +53,13 @@ _all_to_all = dist.all_to_all_single
 
 
 class PendingDecode:
-    """A decode step whose states are on their way; see async_op of context_parallel_decode()."""
+    """A decode step whose states are on their way; see async_op of context_parallel_decode().
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
+    Attributes: communicate (the way they take).
+    """
+
+    def __init__(self, communicate: str, finish: Callable[[], Any]) -> None:
+        self.communicate = communicate
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
 
@@ -95,7 +101,8 @@ def context_parallel_decode(
 
     The first call with a signature (shapes, dtypes, options) compares it between the ranks and raises on all of them
     where they differ or one refuses. From then on nothing is exchanged but the states, nothing is read on the host and
-    message buffers are there, so a call can be captured in a CUDA graph.
+    message buffers are there, so a call can be captured in a CUDA graph. Calls of one group, replayed ones included,
+    come in the same order on every rank, one after the other.
 
     Args:
         q: [B, Hq, Lq, D], the same on every rank.
@@ -105,8 +112,10 @@ def context_parallel_decode(
         shard: which keys this rank holds: "contiguous" or Contiguous(start, stop), a run of keys; "interleaved" or
             Interleaved(block, first_rank), blocks dealt round robin.
         output: "replicated": every rank gets all heads. "heads": rank r of R gets heads r Hq / R to (r + 1) Hq / R.
-        communicate: "all_gather", "reduce_scatter" (over heads, Hq a multiple of R) or "auto", by cost.choose_way().
-        async_op: return a PendingDecode as soon as the states are under way; its wait() merges them.
+        communicate: "symmetric_memory" (NVIDIA GPUs of one host), "all_gather", "reduce_scatter" (over heads, Hq a
+            multiple of R) or "auto", by cost.choose_way().
+        async_op: return a PendingDecode as soon as the states are under way; its wait() merges them. With symmetric
+            memory the current stream does both, and wait() has nothing to do.
         kv_lens: [B], keys per whole sequence. None means that the shards are full: together they are the sequences.
             Shapes of shards may change from call to call where kv_lens or positions don't depend on them; otherwise
             they change on all ranks in the same call.
@@ -179,13 +188,8 @@ class _Session:
         heads, length = (1, 2) if request.layout == "bhnd" else (2, 1)
         self.batch, self.heads_q, self.q_len = request.q.shape[0], request.q.shape[heads], request.q.shape[length]
         self.value_dim, self.dtype, self.device = value_dim_of(request), request.q.dtype, request.q.device
-        self.way = request.communicate
-        if self.way == "auto":
-            rows = self.batch * self.heads_q * self.q_len
-            self.way = choose_way(
-                request.output, members.ranks, self.heads_q, rows, self.value_dim, request.q.element_size()
-            )  # fmt: skip
         self.heads_out = self.heads_q // members.ranks if request.output == "heads" else self.heads_q
+        self.way, self.inbox = self._choose_way(request)
         self.first_out = members.rank * self.heads_out if request.output == "heads" else 0
         # Shards that may grow from call to call are held against their lengths by flash_decode().
         self.limit = None if place is None or knows_positions(request) else find_limit(request.shard, capacities)
@@ -196,18 +200,47 @@ class _Session:
         self.fixed = self._localise(request) if place is not None and not arrays else None
         self._kept: dict[int, _Buffers] = {}
 
+    def _choose_way(self, request: Request) -> tuple[str, Inbox | None]:
+        """How states travel, and where they arrive in symmetric memory; the same way on every rank."""
+        members, way = self.members, request.communicate
+        rows = self.batch * self.heads_q * self.q_len
+        sizes = request.output, members.ranks, self.heads_q, rows, self.value_dim, request.q.element_size()
+        if way == "auto":
+            way = choose_way(*sizes, reach=request.q.device.type == "cuda")
+        if way != "symmetric_memory" or members.ranks == 1:
+            return way, None
+        memory = members.memory.get(self.device)
+        if memory is None:
+            memory = members.memory[self.device] = SymmetricMemory(members, self.device)
+        inbox = memory.take(self.batch * self.heads_out * self.q_len, self.value_dim)
+        if isinstance(inbox, Inbox):
+            return way, inbox
+        if request.communicate != "auto":
+            raise ValueError(
+                "communicate must not be 'symmetric_memory' where ranks do not reach each other's memory, got it while "
+                f"{inbox}"
+            )
+        return choose_way(*sizes), None
+
     def start(self, request: Request, async_op: bool) -> PendingDecode:
         """Decode the shard and send the state on its way."""
         out, lse = self._make_outputs(request)
         if out.numel() == 0:
-            return PendingDecode(lambda: _result(request, out, lse))
+            return PendingDecode(self.way, lambda: _result(request, out, lse))
         calls = [LocalCall({})] if self.place is None else self.fixed or self._localise(request)
         buffers = self._take_buffers(fresh=async_op)
         own = _cut(buffers.own, (), self.batch, self.heads_q, self.q_len, self.value_dim)
         decode_shard(request, calls, own)
         if self.members.ranks == 1:
             alone = Partial(*[x[None] for x in own])
-            return PendingDecode(lambda: self._finish(request, alone, out, lse))
+            return PendingDecode(self.way, lambda: self._finish(request, alone, out, lse))
+        if self.inbox is not None:
+            self.members.memory[self.device].follow()
+            find_backend(request).exchange_states(
+                own, self.inbox, out.transpose(1, 2) if request.layout == "bnhd" else out, lse, sinks=request.sinks,
+                scatter=request.output == "heads",
+            )  # fmt: skip
+            return PendingDecode(self.way, lambda: _result(request, out, lse))
         if self.way == "all_gather":
             work = _all_gather(buffers.received.view(-1), buffers.own, group=self.members.group, async_op=async_op)
         else:
@@ -233,7 +266,7 @@ class _Session:
                 return self._finish(request, states, out, lse)
             return self._gather_heads(request, states, out, lse)
 
-        return PendingDecode(finish)
+        return PendingDecode(self.way, finish)
 
     def _finish(
         self, request: Request, states: Partial, out: Tensor, lse: Tensor | None

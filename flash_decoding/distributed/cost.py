@@ -1,7 +1,8 @@
 """What communication costs: the rule that chooses how states travel, and what a step on many ranks takes.
 
-Numbers in, numbers out; knows no tensor. The model is that of a ring: a message of an all-gather passes every other
-rank, each pass takes a hop, and all bytes come over one link. An all-to-all sends to all at once: one hop.
+Numbers in, numbers out; knows no tensor. The model of a collective is that of a ring: a message of an all-gather passes
+every other rank, each pass takes a hop, and all bytes come over one link. An all-to-all sends to all at once: one hop.
+Through symmetric memory every rank pushes into all others at once, and the merge is part of it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from functools import lru_cache
 from importlib import resources
 
 STATE_BYTES = 4  # states travel in float32: in 16 bits they would be rounded once per rank and once more when merged
-WAYS = ("all_gather", "reduce_scatter")
+WAYS = ("all_gather", "reduce_scatter", "symmetric_memory")
 GPUS_PER_HOST = 8
 # A reduce kernel behind a collective, before whose end it cannot start; alone it takes 1.6 us on an H200
 # (benchmarks/sweeps/nvidia-h200-pieces.json).
 _MERGE_US = 1.5
+# The exchange kernel behind the reduce kernel on two H200s (benchmarks/sweeps/nvidia-h200-x2-exchange.json), and what
+# every further rank adds, a guess: its states are waited for together with the others'.
+_EXCHANGE_US, _EXCHANGE_RANK_US = 2.9, 0.2
+# Words carry 32 bits of a state and as many that say that they are there.
+_WORD_BYTES = 2 * STATE_BYTES
 # NCCL's overhead of every step of a ring that leaves the host, on hosts with AMD's CPUs; same source as the links.
 _NETWORK_STEP_US = 2.0
 
@@ -74,12 +80,14 @@ def received_bytes(way: str, output: str, ranks: int, rows: int, value_dim: int,
     """Bytes that a rank receives in each collective of a call.
 
     Args:
-        way: "all_gather" or "reduce_scatter".
+        way: one of WAYS.
         output: "replicated" or "heads".
         rows: query rows in all, B * Hq * Lq.
         itemsize: bytes per element of the finished output.
     """
     state = state_bytes(rows, value_dim)
+    if way == "symmetric_memory":
+        return [(ranks - 1) * state * _WORD_BYTES // STATE_BYTES // (ranks if output == "heads" else 1)]
     if way == "all_gather":
         return [(ranks - 1) * state]
     scattered = [(ranks - 1) * state // ranks]
@@ -109,32 +117,44 @@ def collective_us(ranks: int, received: int, network: Network, ring: bool = True
 def communication_us(
     way: str, output: str, ranks: int, rows: int, value_dim: int, itemsize: int, network: Network
 ) -> float:
-    """Time of all collectives of a call."""
+    """Time of all collectives of a call, or of the exchange kernel, which merges as well."""
     if ranks == 1:
         return 0.0
     received = received_bytes(way, output, ranks, rows, value_dim, itemsize)
+    if way == "symmetric_memory":
+        return _EXCHANGE_US + (ranks - 2) * _EXCHANGE_RANK_US + received[0] / (network.inside.gb_per_s * 1e3)
     first = collective_us(ranks, received[0], network, ring=way == "all_gather")
     return first + sum(collective_us(ranks, more, network) for more in received[1:])
 
 
 def choose_way(
-    output: str, ranks: int, heads_q: int, rows: int, value_dim: int, itemsize: int, network: Network | None = None
-) -> str:
-    """The rule: of the two ways, the one with the shorter predicted communication.
+    output: str, ranks: int, heads_q: int, rows: int, value_dim: int, itemsize: int, network: Network | None = None,
+    *, reach: bool = False,
+) -> str:  # fmt: skip
+    """The rule: of the ways that there are, the one with the shorter predicted communication, merge included.
 
     An all-gather is one collective, in which every rank receives the states of all rows from all others. A
     reduce-scatter over heads moves 1 / ranks as much, but for a replicated output the merged heads must then be
     gathered, by a second collective. So small messages go the first way and large ones, or any for output="heads", the
-    second.
+    second. Symmetric memory has no collective at all, but twice the bytes, and every rank receives from all others.
 
     Args:
         heads_q: must be a multiple of ranks for the second way.
         network: what connects the ranks; None: NVLink 4, and InfiniBand beyond 8 ranks.
+        reach: whether the ranks of a host reach each other's memory.
     """
-    if heads_q % ranks:
-        return "all_gather"
     used = find_network("nvlink4") if network is None else network
-    return min(WAYS, key=lambda way: communication_us(way, output, ranks, rows, value_dim, itemsize, used))
+    ways = ["all_gather"]
+    if heads_q % ranks == 0:
+        ways.append("reduce_scatter")
+    if reach and ranks <= used.gpus_per_host:
+        ways.append("symmetric_memory")
+
+    def predict(way: str) -> float:
+        travel = communication_us(way, output, ranks, rows, value_dim, itemsize, used)
+        return travel + (0.0 if way == "symmetric_memory" else _MERGE_US)
+
+    return min(ways, key=predict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +185,11 @@ def predict_ranks(
     """
     if ranks == 1:
         return RankPrediction(1, keys, decode_us, "none", 0.0, 0.0)
-    way = choose_way("replicated", ranks, heads_q, rows, value_dim, itemsize, network)
+    way = choose_way("replicated", ranks, heads_q, rows, value_dim, itemsize, network, reach=True)
+    travel = communication_us(way, "replicated", ranks, rows, value_dim, itemsize, network)
     states = ranks * state_bytes(rows, value_dim) // (ranks if way == "reduce_scatter" else 1)
-    return RankPrediction(
-        ranks, keys, decode_us, way,
-        communication_us(way, "replicated", ranks, rows, value_dim, itemsize, network),
-        _MERGE_US + states / (gb_per_s * 1e3),
-    )  # fmt: skip
+    merge = 0.0 if way == "symmetric_memory" else _MERGE_US + states / (gb_per_s * 1e3)
+    return RankPrediction(ranks, keys, decode_us, way, travel, merge)
 
 
 def find_turning_point(predictions: list[RankPrediction]) -> RankPrediction:

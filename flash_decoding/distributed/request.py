@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_decoding import backends
 from flash_decoding.distributed.agreement import Members, describe, find_device_errors
+from flash_decoding.distributed.cost import WAYS
 from flash_decoding.distributed.sharding import (
     Contiguous,
     Interleaved,
@@ -23,7 +24,7 @@ from flash_decoding.quantization import element_width
 from flash_decoding.workspace import Workspace
 
 OUTPUTS = ("replicated", "heads")
-WAYS = ("auto", "all_gather", "reduce_scatter")
+COMMUNICATE = ("auto", *WAYS)
 # Options of a call on the whole that no rank needs to agree on: where its own keys lie, and how it goes about them.
 _OWN = (
     "k", "v", "block_table", "key_mask", "k_scale", "v_scale", "num_splits", "split_size", "out", "lse", "check",
@@ -136,7 +137,8 @@ def find_refusals(members: Members, request: Request) -> Iterator[Exception]:
         if name not in fields:
             yield TypeError(f"options must be arguments of flash_decode(), got {name}")
             return
-    for name, value, allowed in (("output", request.output, OUTPUTS), ("communicate", request.communicate, WAYS)):
+    choices = ("output", request.output, OUTPUTS), ("communicate", request.communicate, COMMUNICATE)
+    for name, value, allowed in choices:
         if value not in allowed:
             yield ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
     try:

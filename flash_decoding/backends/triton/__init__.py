@@ -13,13 +13,14 @@ from torch import Tensor
 
 from flash_decoding.backends.triton.chunk import find_word_errors, launch_chunk, view_words
 from flash_decoding.backends.triton.codes import parts_of, scales_per_key
+from flash_decoding.backends.triton.exchange import launch_exchange
 from flash_decoding.backends.triton.launch import Launch, recording, start_again
 from flash_decoding.backends.triton.reduce import launch_partials, launch_reduce
 from flash_decoding.problem import Problem
 from flash_decoding.recorded import Start
 from flash_decoding.split_plan import MIN_SHARED_MEMORY, Plan, choose_plan
 from flash_decoding.tuning import find_table
-from flash_decoding.workspace import Partial
+from flash_decoding.workspace import Inbox, Partial
 
 
 def plan(problem: Problem, num_splits: int | None, split_size: int | None) -> Plan:
@@ -74,6 +75,17 @@ def merge_partials(
     """
     with _current(out.device):
         launch_partials(partial, out, lse, l, sinks)
+
+
+def exchange_states(
+    own: Partial, inbox: Inbox, out: Tensor, lse: Tensor | None, *, sinks: Tensor | None, scatter: bool
+) -> None:  # fmt: skip
+    """Merge the states [B, Hq, Lq(, Dv)] of all ranks into out [B, heads, Lq, Dv] and, if it is not None, lse.
+
+    scatter: rank r keeps Hq / ranks heads, from the r-th such part on; otherwise each rank keeps all.
+    """
+    with _current(out.device):
+        launch_exchange(own, inbox, out, lse, sinks, scatter, _device_facts(out.device.index)["processors"])
 
 
 def record(

@@ -18,6 +18,15 @@ def weigh_scores(m, s, TURNED: tl.constexpr):
 
 
 @triton.jit
+def fold_partials(m_all, l_all, acc_all, m, l, acc, UNIT: tl.constexpr):
+    """Fold partials m, l [N] and acc [N, Dv] of one row into its state; one unit of m is UNIT in base 2."""
+    m_new = tl.maximum(m_all, tl.max(m, 0))
+    m_ref = finite_or_zero(m_new)
+    alpha, w = tl.exp2((m_all - m_ref) * UNIT), tl.exp2((m - m_ref) * UNIT)
+    return m_new, l_all * alpha + tl.sum(w * l, 0), acc_all * alpha + tl.sum(w[:, None] * acc.to(tl.float32), 0)
+
+
+@triton.jit
 def finite_or_zero(m):
     """m, but 0 where no key was seen: subtracting -inf from -inf would give NaN."""
     return tl.where(m == float("-inf"), 0.0, m)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_decoding.backends.triton.launch import launch, may_overlap, variant
-from flash_decoding.backends.triton.online_softmax import finish_softmax, finite_or_zero
+from flash_decoding.backends.triton.online_softmax import finish_softmax, fold_partials
 from flash_decoding.backends.triton.pieces import find_slots
 from flash_decoding.backends.triton.scores import LOG2_E
 from flash_decoding.backends.triton.tile_io import address, visible_range
@@ -74,6 +74,7 @@ def _reduce_kernel(
     SKIP_EMPTY: tl.constexpr, NATURAL: tl.constexpr,
     DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
     EARLY: tl.constexpr,  # whether it starts while the chunk kernel runs, for whose end it waits then
+    EARLY_NEXT: tl.constexpr,  # whether the kernel behind it may start, and wait, when all programs have started
 ):  # fmt: skip
     """One program: one query row, BLOCK_DV columns of its output."""
     row = tl.program_id(0).to(tl.int64)
@@ -88,6 +89,8 @@ def _reduce_kernel(
         first_key, last_key, _, _ = visible_range(lens, b, Lq)
         heads, row_kv, step = Hq // G * row_tiles, h_q % G * Lq + t, min(G * Lq, BLOCK_M)
         problem = b * heads + h_q // G * row_tiles + row_kv // BLOCK_M
+    if EARLY_NEXT:
+        tl.extra.cuda.gdc_launch_dependents()
     if EARLY:
         # Before it only lengths are read. The chunk kernel does not write them, and it has itself waited for whatever
         # came before it, since it does not start early.
@@ -152,12 +155,7 @@ def _fold_splits(
         if acc_step is not None:
             acc_at = split.to(tl.int64) * acc_step + row * DV
         acc = tl.load(acc_ptr + acc_at[:, None] + dv[None, :], mask=in_split[:, None] & in_dv[None, :], other=0.0)
-
-        m_new = tl.maximum(m_all, tl.max(m, 0))
-        m_ref = finite_or_zero(m_new)
-        alpha, w = tl.exp2((m_all - m_ref) * UNIT), tl.exp2((m - m_ref) * UNIT)
-        out = out * alpha + tl.sum(w[:, None] * acc.to(tl.float32), 0)
-        m_all, l_all = m_new, l_all * alpha + tl.sum(w * l, 0)
+        m_all, l_all, out = fold_partials(m_all, l_all, out, m, l, acc, UNIT)
     return m_all, l_all, out
 
 
@@ -209,6 +207,7 @@ def launch_reduce(
         (
             *((p.group, p.q_len, plan.tile.block_m) if ragged else (1, p.q_len, 1)), ragged,
             plan.split_size is not None, None, p.value_dim, block_s, block_dv, early,
+            early and l is not None,
         ),
         (num_warps, 1),
         early=early,
@@ -236,7 +235,7 @@ def launch_partials(partial: Partial, out: Tensor, lse: Tensor | None, l: Tensor
             *partial, out, stride, lse, l, sinks, None, None, None, 0, None, batch, heads_q, steps[1], count,
             steps[0], None, None, None, None,
         ),
-        (1, q_len, 1, False, True, None, width, block_s, block_dv, False),
+        (1, q_len, 1, False, True, None, width, block_s, block_dv, False, False),
         (num_warps, 1),
     )  # fmt: skip
 
@@ -273,7 +272,7 @@ def launch_merge(
             outs, lses, None, out, stride, lse, None, None, None, None, None, 0, None, rows, 1, steps[1], count,
             step, None, None, None, None,
         ),
-        (1, 1, 1, False, True, natural, width, block_s, block_dv, False),
+        (1, 1, 1, False, True, natural, width, block_s, block_dv, False, False),
         (num_warps, 1),
         fp_fusion=False,  # or two states would merge to other bits the other way round
     )  # fmt: skip
