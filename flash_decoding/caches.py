@@ -179,7 +179,7 @@ class KVCache(_Storage):
                     f"the cache must have room for the new keys, got {new} for sequence {b}, which holds {length} of "
                     f"{self.max_len}"
                 )
-        lens = None if new_lens is None else _to_device(counts, self.k.device)
+        lens = None if new_lens is None else upload(counts, self.k.device)
         rotated = append_kv(k_new, v_new, self.k, self.v, self.kv_lens, new_lens=lens, **self._codes, **options)
         self.kv_lens += k_new.shape[_length_axis(self.layout)] if lens is None else lens
         self.lengths = [length + new for length, new in zip(self.lengths, counts, strict=True)]
@@ -199,7 +199,7 @@ class KVCache(_Storage):
                 raise ValueError(f"sequences must be ints from 0 to {len(self.lengths) - 1}, got {b!r}")
         for b in emptied:
             self.lengths[b] = 0
-        self.kv_lens.copy_(_to_device(self.lengths, self.k.device))
+        self.kv_lens.copy_(upload(self.lengths, self.k.device))
 
 
 class PagedKVCache(_Storage):
@@ -353,7 +353,7 @@ class PagedKVCache(_Storage):
         try:
             rotated = append_kv(
                 k_new, v_new, self.k, self.v, self.kv_lens(sequences), block_table=self.block_table(sequences),
-                new_lens=None if new_lens is None else _to_device(counts, self.k.device), **self._codes, **options,
+                new_lens=None if new_lens is None else upload(counts, self.k.device), **self._codes, **options,
             )  # fmt: skip
         except BaseException:
             for sequence in sequences:
@@ -381,13 +381,13 @@ class PagedKVCache(_Storage):
         self._check(sequences)
         rows = [self._pages[sequence] for sequence in sequences]
         width = max([1, *map(len, rows)])
-        return _to_device([row + [0] * (width - len(row)) for row in rows], self.k.device).view(len(rows), width)
+        return upload([row + [0] * (width - len(row)) for row in rows], self.k.device).view(len(rows), width)
 
     def kv_lens(self, sequences: int | Sequence[int]) -> Tensor:
         """[B] int32 on the device of the cache."""
         sequences = _as_list(sequences)
         self._check(sequences)
-        return _to_device([self._lengths[sequence] for sequence in sequences], self.k.device)
+        return upload([self._lengths[sequence] for sequence in sequences], self.k.device)
 
     def _pages_needed(self, sequences: Sequence[int], counts: list[int]) -> int:
         """Free pages that appending takes: for growth, and for copies of shared last pages."""
@@ -521,7 +521,7 @@ def _counts(k_new: Tensor, layout: str, new_lens: Sequence[int] | None, batch: i
     return counts
 
 
-def _to_device(values: list[Any], device: torch.device) -> Tensor:
-    """int32 on the device, through pinned memory where that spares the host a wait."""
-    x = torch.tensor(values, dtype=torch.int32)
+def upload(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Numbers on the device, through pinned memory where that spares the host a wait."""
+    x = torch.tensor(values, dtype=dtype, device="cpu")
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -502,3 +502,20 @@ def test_what_a_cache_sets_itself_is_refused_by_name():
         with pytest.raises(TypeError, match=r"^v must not be given"):
             cache.decode(*first, q, v=v)
     assert (dense.lengths, pages.length(a), pages.free_pages) == ([0], 0, 2)
+
+
+@pytest.mark.interpreter
+def test_another_default_device_changes_nothing(target):
+    """torch.set_default_device() is about the caller's tensors, not about ours (pinning once met one on a GPU)."""
+    make = dict(dtype=torch.float16, device=target.device)
+    q, new = (torch.randn(2, *shape, 16, **make) for shape in ((4, 1), (2, 3)))
+    with torch.device("meta"):
+        dense, codes = (KVCache(2, 2, 8, 16, kv_format=form, **make) for form in (None, "int8"))
+        paged = PagedKVCache(6, 4, 2, 16, **make)
+        sequences, outs = [paged.allocate() for _ in range(2)], []
+        for cache, *at in ((dense,), (codes,), (paged, sequences)):
+            cache.append(*at, new, new, backend=target.backend)
+            cache.append(*at, new, new, new_lens=[1, 2], backend=target.backend)
+            outs.append(cache.decode(*at, q, backend=target.backend))
+    torch.testing.assert_close(outs[0], outs[2])
+    torch.testing.assert_close(outs[0], outs[1], atol=0.05, rtol=0.0)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_decoding.caches import CacheFullError, KVCache, PagedKVCache, describe_lengths, refuse_own
+from flash_decoding.caches import CacheFullError, KVCache, PagedKVCache, describe_lengths, refuse_own, upload
 from flash_decoding.distributed.agreement import find_members
 from flash_decoding.distributed.context_parallel import PendingDecode, context_parallel_decode
 from flash_decoding.distributed.sharding import Interleaved, Turns
@@ -106,7 +106,7 @@ class ShardedKVCache:
         emptied = range(len(lengths)) if sequences is None else [sequences] if isinstance(sequences, int) else sequences
         for b in emptied:
             lengths[b] = 0
-        self._kv_lens.copy_(_upload(lengths, self._kv_lens.device))
+        self._kv_lens.copy_(upload(lengths, self._kv_lens.device))
 
     def append(
         self,
@@ -150,7 +150,7 @@ class ShardedKVCache:
         for b, length, count in zip(named, lengths, counts, strict=True):
             self.lengths[b] = length + count
         if isinstance(self.cache, KVCache):
-            self._kv_lens += new if new_lens is None else _upload(counts, self._kv_lens.device)
+            self._kv_lens += new if new_lens is None else upload(counts, self._kv_lens.device)
 
     def decode(
         self, q: Tensor, *, sequences: Sequence[int] | None = None, **options: Any
@@ -170,8 +170,8 @@ class ShardedKVCache:
             kv_lens, first_rank, held = self._kv_lens, self._first_rank, self.cache.kv_lens
         else:
             device = self.cache.k.device
-            kv_lens = _upload([self.lengths[b] for b in named], device)
-            first_rank, held = _upload(self._firsts(named), device), self.cache.kv_lens(named)
+            kv_lens = upload([self.lengths[b] for b in named], device)
+            first_rank, held = upload(self._firsts(named), device), self.cache.kv_lens(named)
             options["block_table"] = self.cache.block_table(named)
         cache = self.cache
         return context_parallel_decode(
@@ -243,18 +243,9 @@ def _select(x: Tensor, chosen: list[Tensor], axis: int) -> Tensor:
         whole = [len(tokens) in (0, most) for tokens in chosen]
         if all(whole):
             return x
-    at = torch.zeros(len(chosen), most, dtype=torch.long, device="cpu")
-    for row, tokens in zip(at, chosen, strict=True):
-        row[: len(tokens)] = tokens
+    at = [[*tokens.tolist(), *[0] * (most - len(tokens))] for tokens in chosen]
     shape = [len(chosen), 1, 1, x.shape[3]]
     shape[3 - axis] = x.shape[3 - axis]
     shape[axis] = most
-    index = at.view([len(chosen), *[most if i == axis else 1 for i in (1, 2)], 1])
-    index = index.pin_memory().to(x.device, non_blocking=True) if x.device.type == "cuda" else index
+    index = upload(at, x.device, torch.long).view([len(chosen), *[most if i == axis else 1 for i in (1, 2)], 1])
     return x.gather(axis, index.expand(shape))
-
-
-def _upload(values: list[int], device: torch.device) -> Tensor:
-    """int32 on the device, through pinned memory where that spares the host a wait."""
-    x = torch.tensor(values, dtype=torch.int32, device="cpu")
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -34,5 +34,5 @@ def _by_sequence(x: Tensor, problem: Problem, nothing: float) -> Tensor:
     x = x.transpose(2, 3).flatten(1, 2)[:, : p.batch * p.q_len].unflatten(1, (p.batch, p.q_len))
     idle = (p.kv_lens == 0)[:, None].expand(-1, p.q_len)
     if p.q_lens is not None:
-        idle = idle | (torch.arange(p.q_len) >= p.q_lens[:, None])
+        idle = idle | (torch.arange(p.q_len, device=p.q.device) >= p.q_lens[:, None])
     return x.masked_fill(idle.view(1, p.batch, p.q_len, *[1] * (x.ndim - 3)), nothing).transpose(2, 3)
