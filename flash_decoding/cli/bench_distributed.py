@@ -46,21 +46,21 @@ def measure(
 def rows_table(rows: Sequence[Row]) -> Table:
     """One line per shape and number of ranks."""
     table = Table(title="distributed: one cache over several ranks, µs per step", title_justify="left",
-                  box=box.SIMPLE_HEAD)  # fmt: skip
+                  box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # fmt: skip
+    ways = " and ".join(sorted({row["variant"].replace("_", " ") for row in rows if row["variant"]}))
     table.caption = (
-        "Travel: what a step takes longer than decoding a shard alone, the merge included.\n"
-        "All-gather: the step with states that travel so."
+        f"Travel: what a step takes longer than decoding a shard alone, the merge included; by {ways or 'nothing'}.\n"
+        "Gather: the step with an all-gather."
     )
     table.add_column("shape", no_wrap=True)
-    for name in ("ranks", "alone", "together", "speed-up", "a shard", "travel", "all-gather"):
+    for name in ("ranks", "alone", "step", "speed-up", "shard", "travel", "gather"):
         table.add_column(name, justify="right")
-    table.add_column("by")
     for row in rows:
         us = row["us_graph"] or row["us_eager"]
         table.add_row(
             row["case"].rpartition("-r")[0], str(row["ranks"]), _text(row["us_one"]), _text(us),
             _text(row["speedup"], ".2f"), _text(row["us_shard"]), _text(row["us_communication"]),
-            _text(row.get("us_all_gather")), row["variant"].split("_")[-1],
+            _text(row.get("us_all_gather")),
         )  # fmt: skip
     return table
 

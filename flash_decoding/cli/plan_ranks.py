@@ -49,7 +49,7 @@ def ranks_table(what: str, predictions: list[RankPrediction], network: Network) 
     """One line per number of ranks. what: the shape, in words."""
     alone, best = predictions[0].total_us, find_turning_point(predictions)
     table = Table(title=f"{what} spread over ranks, µs per step; each gets all heads", title_justify="left",
-                  box=box.SIMPLE_HEAD)  # fmt: skip
+                  box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
     for name in ("ranks", "keys each", "decode", "travel", "merge", "in all", "speed-up", "each"):
         table.add_column(name, justify="right")
     table.add_column("by")

@@ -18,9 +18,10 @@ GPUS_PER_HOST = 8
 # A reduce kernel behind a collective, before whose end it cannot start; alone it takes 1.6 us on an H200
 # (benchmarks/sweeps/nvidia-h200-pieces.json).
 _MERGE_US = 1.5
-# The exchange kernel behind the reduce kernel on two H200s (benchmarks/sweeps/nvidia-h200-x2-exchange.json), and what
-# every further rank adds, a guess: its states are waited for together with the others'.
-_EXCHANGE_US, _EXCHANGE_RANK_US = 2.9, 0.2
+# The exchange kernel behind the reduce kernel on two H200s, and the part of the link that many rows reach there
+# (benchmarks/sweeps/nvidia-h200-x2-exchange.json). What every further rank adds is a guess: its states are waited for
+# together with the others'.
+_EXCHANGE_US, _EXCHANGE_RANK_US, _EXCHANGE_SHARE = 3.0, 0.2, 0.5
 # Words carry 32 bits of a state and as many that say that they are there.
 _WORD_BYTES = 2 * STATE_BYTES
 # NCCL's overhead of every step of a ring that leaves the host, on hosts with AMD's CPUs; same source as the links.
@@ -122,7 +123,8 @@ def communication_us(
         return 0.0
     received = received_bytes(way, output, ranks, rows, value_dim, itemsize)
     if way == "symmetric_memory":
-        return _EXCHANGE_US + (ranks - 2) * _EXCHANGE_RANK_US + received[0] / (network.inside.gb_per_s * 1e3)
+        gb_per_s = network.inside.gb_per_s * _EXCHANGE_SHARE
+        return _EXCHANGE_US + (ranks - 2) * _EXCHANGE_RANK_US + received[0] / (gb_per_s * 1e3)
     first = collective_us(ranks, received[0], network, ring=way == "all_gather")
     return first + sum(collective_us(ranks, more, network) for more in received[1:])
 

@@ -25,9 +25,6 @@ from flash_decoding.workspace import INBOX_PROGRAMS, Inbox, Partial
 _PROCESSOR_WARPS = 8
 # Words that a warp waits for at a time.
 _WARP_WORDS = 256
-# Query rows up to which the kernel starts early. Programs that come while others still run crowd on few processors,
-# which costs more than the start when there are many.
-_EARLY_ROWS = 256
 
 
 @triton.jit(
@@ -151,7 +148,7 @@ def launch_exchange(
     block_r, block_dv, num_warps = block_of_words(ranks, width)
     programs = min(rows, INBOX_PROGRAMS, processors * _PROCESSOR_WARPS // num_warps)
     counters_each = next_power_of_2(-(-INBOX_PROGRAMS // programs))
-    early = rows <= _EARLY_ROWS and may_overlap(out.device.index)
+    early = may_overlap(out.device.index)
     launch(
         _exchange_kernel,
         (variant((own.acc, out), (stride,)), out.dtype, lse is None, sinks is None),
