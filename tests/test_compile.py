@@ -15,7 +15,7 @@ from compiling import compile_append, compile_chunk, compile_reduce
 from flash_decoding.backends.triton.codes import parts_of, scales_per_key
 from flash_decoding.backends.triton.reduce import WIDE_SLICE, block_of_splits
 from flash_decoding.quantization import KVFormat
-from flash_decoding.split_plan import choose_tile, enlarge_tile, programs_per_processor
+from flash_decoding.split_plan import choose_tile, enlarge_tile, programs_per_processor, stand_alone
 
 # Shared memory per program, bytes, by architecture: A100; RTX 40; H100 and H200.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -60,6 +60,16 @@ def test_the_shapes_that_matter_most_keep_their_resources(arch):
         assert built.registers <= 168, "of 65536 a processor has enough for its four schedulers' three warps"
         assert "cp.async.cg.shared.global" in built.ptx
         assert "ldmatrix" in built.ptx
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("arch", SHARED)
+def test_the_tile_of_problems_that_stand_alone_fits_and_does_not_spill(arch, head_dim):
+    tile = stand_alone(choose_tile(4, 1, head_dim, head_dim, 2, SHARED[arch]), 2, SHARED[arch], (1, 1))
+    built = compile_chunk(torch.bfloat16, 4, head_dim, head_dim, tile, arch, split=False, prefetch=arch >= 90)
+    assert (built.spills, built.stack_bytes) == (0, 0)
+    assert built.shared_bytes <= SHARED[arch]
+    assert "cp.async.cg.shared.global" in built.ptx
 
 
 @pytest.mark.parametrize("split", [True, False])

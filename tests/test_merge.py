@@ -94,8 +94,11 @@ def test_masses_far_apart_do_not_overflow():
 
 @pytest.mark.interpreter
 def test_partials_merge_to_the_same_bits_whatever_lies_beside_them(target):
-    """Or the two ways in which ranks communicate would differ: each merges other heads at once."""
-    acc, m, l = (torch.randn(8, 3, 24, 1, *width).to(target.device) for width in ((24,), (), ()))
+    """Or the two ways in which ranks communicate would differ: each merges other heads at once.
+
+    States begin at multiples of 64 bytes, as in their messages: others are read otherwise, and summed in another order.
+    """
+    acc, m, l = (torch.randn(8, 3, 24, 1, *width).to(target.device) for width in ((32,), (), ()))
     merge = backends.load(target.backend).merge_partials
 
     def merged(heads):

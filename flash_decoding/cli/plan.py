@@ -340,8 +340,8 @@ def _table(report: _Report, target: _FoundGpu | _Cpu) -> Table:
         table.caption = "One split is enough here: the problems fill the device, or there are too few keys to share."
     if report.tiles[0] != report.tiles[1]:
         table.caption += (
-            "\nThe tile is a setting measured on this GPU, or one for long caches of codes; calls with num_splits, as "
-            "unsplit here, have the rule's."
+            "\nThe tile is a setting measured on this GPU, or one for a problem on every processor or for long caches "
+            "of codes; calls with num_splits, as unsplit here, have the rule's."
         )
     if kv_format is not None:
         table.caption += "\nCodes are more work for each byte than numbers; the prediction counts their bytes alone."
