@@ -10,7 +10,7 @@ its heads (a reduce-scatter whose sum is the merge); a replicated output is gath
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,11 +173,14 @@ def _agree(members: Members, request: Request) -> _Session:
 
 
 class _Buffers(NamedTuple):
-    """The memory of one call's messages."""
+    """The memory of one call's messages, and the states in them."""
 
     own: Tensor  # this rank's state, and where it is sent as it is, the message
+    state: Partial
     send: Tensor  # [ranks, floats] for an all-to-all
+    parts: Partial  # of the state, by the rank that keeps those heads
     received: Tensor  # [ranks, floats]
+    states: Partial  # of all ranks
 
 
 class _Session:
@@ -229,24 +232,21 @@ class _Session:
             return PendingDecode(self.way, lambda: _result(request, out, lse))
         calls = [LocalCall({})] if self.place is None else self.fixed or self._localise(request)
         buffers = self._take_buffers(fresh=async_op)
-        own = _cut(buffers.own, (), self.batch, self.heads_q, self.q_len, self.value_dim)
-        decode_shard(request, calls, own)
+        decode_shard(request, calls, buffers.state)
         if self.members.ranks == 1:
-            alone = Partial(*[x[None] for x in own])
+            alone = Partial(*[x[None] for x in buffers.state])
             return PendingDecode(self.way, lambda: self._finish(request, alone, out, lse))
         if self.inbox is not None:
             self.members.memory[self.device].follow()
             find_backend(request).exchange_states(
-                own, self.inbox, out.transpose(1, 2) if request.layout == "bnhd" else out, lse, sinks=request.sinks,
-                scatter=request.output == "heads",
+                buffers.state, self.inbox, out.transpose(1, 2) if request.layout == "bnhd" else out, lse,
+                sinks=request.sinks, scatter=request.output == "heads",
             )  # fmt: skip
             return PendingDecode(self.way, lambda: _result(request, out, lse))
         if self.way == "all_gather":
             work = _all_gather(buffers.received.view(-1), buffers.own, group=self.members.group, async_op=async_op)
         else:
-            shape = self.batch, self.heads_q // self.members.ranks, self.q_len, self.value_dim
-            send = _cut(buffers.send, (self.members.ranks,), *shape)
-            for x, y in zip(send, own, strict=True):
+            for x, y in zip(buffers.parts, buffers.state, strict=True):
                 x.copy_(y.unflatten(1, (self.members.ranks, -1)).transpose(0, 1))
             work = _all_to_all(
                 buffers.received.view(-1), buffers.send.view(-1), group=self.members.group, async_op=async_op
@@ -255,13 +255,10 @@ class _Session:
         def finish() -> Tensor | tuple[Tensor, Tensor]:
             if work is not None:
                 work.wait()
+            states = buffers.states
             if self.way == "all_gather":
-                states = _cut(
-                    buffers.received, (self.members.ranks,), self.batch, self.heads_q, self.q_len, self.value_dim
-                )
                 heads = slice(self.first_out, self.first_out + self.heads_out)
                 return self._finish(request, Partial(*[x[:, :, heads] for x in states]), out, lse)
-            states = _cut(buffers.received, (self.members.ranks,), *shape)
             if request.output == "heads":
                 return self._finish(request, states, out, lse)
             return self._gather_heads(request, states, out, lse)
@@ -360,11 +357,14 @@ class _Session:
         return kept
 
     def _make_buffers(self) -> _Buffers:
-        ranks, rows = self.members.ranks, self.batch * self.heads_q * self.q_len
-        own = self._make_floats(_message_floats(rows, self.value_dim))
-        floats = own.numel() if self.way == "all_gather" else _message_floats(rows // ranks, self.value_dim)
+        ranks, sizes = self.members.ranks, (self.batch, self.heads_q, self.q_len)
+        part = sizes if self.way != "reduce_scatter" else (self.batch, self.heads_q // ranks, self.q_len)
+        floats = _message_floats(math.prod(part), self.value_dim)
+        own = self._make_floats(_message_floats(math.prod(sizes), self.value_dim))
         send = self._make_floats(ranks if self.way == "reduce_scatter" else 0, floats)
-        return _Buffers(own, send, self._make_floats(ranks, floats))
+        received = self._make_floats(0 if self.inbox is not None else ranks, floats)
+        parts, states = (_cut(x, x.shape[:1], *part, self.value_dim) for x in (send, received))
+        return _Buffers(own, _cut(own, (), *sizes, self.value_dim), send, parts, received, states)
 
     def _make_floats(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -378,7 +378,7 @@ def _message_floats(rows: int, value_dim: int) -> int:
     return -(-rows * (value_dim + 2) // _MESSAGE_STEP) * _MESSAGE_STEP
 
 
-def _cut(message: Tensor, lead: tuple[int, ...], batch: int, heads: int, q_len: int, value_dim: int) -> Partial:
+def _cut(message: Tensor, lead: Sequence[int], batch: int, heads: int, q_len: int, value_dim: int) -> Partial:
     """The state, or states [*lead], in a message."""
     rows, shape = batch * heads * q_len, (*lead, batch, heads, q_len)
     acc, m, l, _ = message.tensor_split([rows * (value_dim + i) for i in range(3)], dim=-1)
