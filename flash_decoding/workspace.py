@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Programs that may use an inbox at a time.
-INBOX_PROGRAMS = 1024
+# Programs that may use an inbox at a time; and words of a row there besides acc: m, l, and which call it belongs to.
+INBOX_PROGRAMS, INBOX_ROW_WORDS = 1024, 3
 # Views kept per workspace; making one costs a few microseconds, so the recent shapes keep theirs.
 _MAX_VIEWS = 64
 

@@ -129,7 +129,7 @@ def compile_exchange(dtype, width, ranks, arch, *, scatter=False) -> Compiled:
     signature = {
         **dict.fromkeys(("acc_ptr", "m_ptr", "l_ptr", "lse_ptr", "sinks_ptr"), "*fp32"), "addresses_ptr": "*i64",
         "half": "i32", "counters_ptr": "*i32", "out_ptr": f"*{NAMES[dtype]}", "out_stride": ("i32", "i32", "i32"),
-        **dict.fromkeys(("rank", "rows", "heads", "Hq", "timeout_ms"), "i32"),
+        **dict.fromkeys(("rank", "rows", "heads", "Hq", "timeout_ms", "signature"), "i32"),
     }  # fmt: skip
     constants = {
         "Lq": 1, "RANKS": ranks, "SCATTER": scatter, "DV": width, "BLOCK_R": block_r, "BLOCK_DV": block_dv,

@@ -393,6 +393,11 @@ def check_exchange(rank, ranks):
         assert_whole(rank, ranks, other, *one.wait())
     out, lse = decode_in_shards(rank, ranks, others[0], Interleaved(), backend="triton", communicate="all_gather")
     assert max_error(out, pending[0].wait()[0]) < 1e-6
+    calls = [dict(softcap=softcap, **how) for softcap in (1.0, 2.0)]  # alike but for what they mean
+    for call in calls:
+        decode_in_shards(rank, ranks, others[0], Interleaved(), **call)
+    out, _ = decode_in_shards(rank, ranks, others[0], Interleaved(), **calls[rank == 0])
+    assert bool(out.isnan().all()), "no rank merges another call's states; on a GPU that is an error"
 
 
 def check_no_reach(rank, ranks):

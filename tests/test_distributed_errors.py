@@ -99,11 +99,11 @@ def test_without_a_process_group():
 GROUP_SECONDS = 2
 
 
-def call_and_time(group, **changed):
+def call_and_time(group, how=None, **changed):
     """What a call raises, "" for nothing, and after how many seconds."""
     begin = time.monotonic()
     try:
-        float(context_parallel_decode(**make(**changed), group=group).sum())
+        float(context_parallel_decode(**make(**changed), group=group, **(how or {})).sum())
     except RuntimeError as error:
         return str(error), time.monotonic() - begin
     return "", time.monotonic() - begin
@@ -122,22 +122,41 @@ def part_and_lose(rank, ranks):
     return ["leave", *said, call_and_time(used), call_and_time(unused)]
 
 
-def lose_rank_1(rank, ranks):
+def lose_rank_1(rank, ranks, communicate):
     """Rank 1 ends after a call; what rank 0's next one says, and when."""
-    context_parallel_decode(**make())
+    how = dict(communicate=communicate)
+    context_parallel_decode(**make(), **how)
     dist.barrier()
     if rank == 1:
         os._exit(0)
-    return ["leave", *call_and_time(None)]
+    return ["leave", *call_and_time(None, how)]
+
+
+def part_through_memory(rank, ranks):
+    """Ranks that agreed on two calls each make another one then; what they see."""
+    calls = [dict(communicate="symmetric_memory", softcap=softcap) for softcap in (1.0, 2.0)]
+    for how in calls:
+        context_parallel_decode(**make(), **how)
+    dist.barrier()
+    return ["leave", *call_and_time(None, calls[rank])]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_lost_gpu_ends_the_others():
+@pytest.mark.parametrize("communicate", ["all_gather", "symmetric_memory"])
+def test_a_lost_gpu_ends_the_others(communicate):
     """NCCL's own watch ends a process that waits for a lost one; what must not happen is that it waits for ever."""
     begin = time.monotonic()
-    run_ranks(2, lose_rank_1, device="cuda", seconds=150, group_seconds=10)
+    left, _ = run_ranks(2, lose_rank_1, communicate, device="cuda", seconds=150, group_seconds=10)
     assert time.monotonic() - begin < 140
+    assert left is None or left[1], "the process was ended, or the call raised"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_gpus_that_part_do_not_merge_each_other_s_states():
+    for said in run_ranks(2, part_through_memory, device="cuda", seconds=100, group_seconds=10):
+        assert said is None or said[1], "the process was ended, or the call raised"
 
 
 def test_calls_that_part_and_a_lost_rank_are_errors_within_the_timeout():

@@ -188,6 +188,7 @@ class _Session:
 
     def __init__(self, members: Members, request: Request, place: Place | None, capacities: list[int]) -> None:
         self.members, self.place, self.capacities = members, place, capacities
+        self.number = len(members.agreed)  # the same on all ranks, as they agree in the same order
         heads, length = (1, 2) if request.layout == "bhnd" else (2, 1)
         self.batch, self.heads_q, self.q_len = request.q.shape[0], request.q.shape[heads], request.q.shape[length]
         self.value_dim, self.dtype, self.device = value_dim_of(request), request.q.dtype, request.q.device
@@ -240,7 +241,7 @@ class _Session:
             self.members.memory[self.device].follow()
             find_backend(request).exchange_states(
                 buffers.state, self.inbox, out.transpose(1, 2) if request.layout == "bnhd" else out, lse,
-                sinks=request.sinks, scatter=request.output == "heads",
+                sinks=request.sinks, scatter=request.output == "heads", signature=self.number,
             )  # fmt: skip
             return PendingDecode(self.way, lambda: _result(request, out, lse))
         if self.way == "all_gather":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_decoding.distributed.agreement import Members
-from flash_decoding.workspace import INBOX_PROGRAMS, Inbox
+from flash_decoding.workspace import INBOX_PROGRAMS, INBOX_ROW_WORDS, Inbox
 
 _MIN_WORDS = 2**21  # 16 MB
 _MAX_WORDS = 2**31
@@ -39,7 +39,7 @@ class SymmetricMemory:
 
     def take(self, rows: int, value_dim: int) -> Inbox | str:
         """An inbox for the states of so many rows that each rank keeps, or why there can be none."""
-        need = self._members.ranks * rows * (value_dim + 2)
+        need = self._members.ranks * rows * (value_dim + INBOX_ROW_WORDS)
         if self._obstacle is None and 2 * need > _MAX_WORDS:
             return f"the states of {rows} query rows from {self._members.ranks} ranks take more than 16 GB"
         if self._obstacle is None and (not self._inboxes or self._inboxes[-1][0].half < need):
@@ -67,8 +67,8 @@ class SymmetricMemory:
             memory.zero_()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        except RuntimeError as error:
-            failure = f"on rank {members.global_ranks[members.rank]}: {str(error).splitlines()[0]}"
+        except Exception as error:  # whatever it is, the others must hear of it
+            failure = f"on rank {members.global_ranks[members.rank]}: {type(error).__name__}: {error}"
         # Nobody writes into an inbox before its owner has cleared it.
         for note in members.exchange({"failure": failure}):
             if note["failure"] is not None:

@@ -78,14 +78,16 @@ def merge_partials(
 
 
 def exchange_states(
-    own: Partial, inbox: Inbox, out: Tensor, lse: Tensor | None, *, sinks: Tensor | None, scatter: bool
+    own: Partial, inbox: Inbox, out: Tensor, lse: Tensor | None, *, sinks: Tensor | None, scatter: bool, signature: int
 ) -> None:  # fmt: skip
     """Merge the states [B, Hq, Lq(, Dv)] of all ranks into out [B, heads, Lq, Dv] and, if it is not None, lse.
 
     scatter: rank r keeps Hq / ranks heads, from the r-th such part on; otherwise each rank keeps all.
+    signature: which call it is; a rank that merges another one ends with an error.
     """
     with _current(out.device):
-        launch_exchange(own, inbox, out, lse, sinks, scatter, _device_facts(out.device.index)["processors"])
+        processors = _device_facts(out.device.index)["processors"]
+        launch_exchange(own, inbox, out, lse, sinks, scatter, signature, processors)
 
 
 def record(
