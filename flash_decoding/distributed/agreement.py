@@ -121,7 +121,9 @@ def find_device_errors(members: Members, device: torch.device) -> list[Exception
 
 def describe(x: object) -> object:
     """What ranks compare of an argument, and what a signature holds of it."""
-    return (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else (type(x).__name__, str(x))
+    if x is None:
+        return None
+    return (x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), str(x))
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:

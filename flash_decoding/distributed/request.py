@@ -30,6 +30,10 @@ _OWN = (
     "k", "v", "block_table", "key_mask", "k_scale", "v_scale", "num_splits", "split_size", "out", "lse", "check",
 )  # fmt: skip
 _FIELDS = frozenset(Call._fields)
+# What ranks do agree on besides what is said of sequences, with what it is when not given.
+_COMMON = {
+    name: default for name, default in Call._field_defaults.items() if name not in (*_OWN, *Sequences._fields, "sinks")
+}
 
 
 class Request(NamedTuple):
@@ -69,11 +73,7 @@ def signature_of(request: Request) -> tuple:
 
 def _common_options(request: Request) -> dict[str, Any]:
     """The options that every rank must give alike, those that are not given included."""
-    return {
-        name: request.options.get(name, default)
-        for name, default in Call._field_defaults.items()
-        if name not in (*_OWN, *request.sequence, "sinks")
-    }
+    return {name: request.options.get(name, default) for name, default in _COMMON.items()}
 
 
 def _kind(x: object, layout: object) -> object:
