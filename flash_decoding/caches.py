@@ -521,7 +521,7 @@ def _counts(k_new: Tensor, layout: str, new_lens: Sequence[int] | None, batch: i
     return counts
 
 
-def upload(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Numbers on the device, through pinned memory where that spares the host a wait."""
-    x = torch.tensor(values, dtype=dtype, device="cpu")
+def upload(values: list[Any] | Tensor, device: torch.device) -> Tensor:
+    """An array of the CPU, or numbers as int32, on the device; pinned where that spares the host a wait."""
+    x = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int32, device="cpu")
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

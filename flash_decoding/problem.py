@@ -349,7 +349,13 @@ def _shape_errors(call: Call) -> Iterator[Exception]:
 
     yield from _array_errors(call, batch, heads_q, q_len, kv_len)
     out_shape, lse_shape = (*q.shape[:3], value_dim), (batch, heads_q, q_len)
-    out, lse = call.out, call.lse
+    yield from find_result_errors(q, call.out, call.lse, out_shape, lse_shape)
+
+
+def find_result_errors(
+    q: Tensor, out: object, lse: object, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]
+) -> Iterator[Exception]:
+    """The caller's out and lse, as far as they are tensors, held against what comes out."""
     if isinstance(out, Tensor):
         if out.dtype != q.dtype:
             yield TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")

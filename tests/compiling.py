@@ -90,9 +90,10 @@ def compile_chunk(
 
 
 def compile_reduce(
-    dtype, value_dim, block_s, num_warps, arch, *, skip_empty=False, ragged=False, shared=False, block_dv=None
-) -> Compiled:
-    """The reduce kernel likewise; ragged: pieces, shared: a shared prefix's splits besides."""
+    dtype, value_dim, block_s, num_warps, arch, *, skip_empty=False, ragged=False, shared=False, block_dv=None,
+    is_last=True,
+) -> Compiled:  # fmt: skip
+    """The reduce kernel likewise; ragged: pieces, shared: a shared prefix's splits besides; not is_last: a state."""
     lens = "*i32" if ragged or shared else "constexpr"
     signature = {
         "acc_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32", "out_ptr": f"*{NAMES[dtype]}",
@@ -104,7 +105,10 @@ def compile_reduce(
     constants = {
         "G": 4, "Lq": 1, "BLOCK_M": 16, "IN_PIECES": ragged, "SKIP_EMPTY": skip_empty, "DV": value_dim,
         "BLOCK_S": block_s, "BLOCK_DV": block_dv or min(SLICE, next_power_of_2(value_dim)), "EARLY": arch >= 90,
+        "EARLY_NEXT": arch >= 90 and not is_last,
     }  # fmt: skip
+    if not is_last:
+        signature["l_out_ptr"] = "*fp32"
     return _compile(_reduce_kernel, signature, constants, arch, num_warps, 1)
 
 

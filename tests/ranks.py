@@ -62,13 +62,17 @@ def reach_each_other_through_files(min_words):
     """Let ranks on CPUs share files where GPUs would share memory; inboxes have at least so many words."""
     kept, folder = [], os.environ["RANKS_FOLDER"]
 
-    def allocate(words, device, members):
-        paths = [f"{folder}/inbox-{len(kept)}-{rank}" for rank in range(members.ranks)]
-        inboxes = [torch.from_file(path, shared=True, size=words, dtype=torch.int64) for path in paths]
-        kept.append(inboxes)
-        return inboxes[members.rank], [x.data_ptr() for x in inboxes]
+    def map_file(rank, words):
+        return torch.from_file(f"{folder}/inbox-{len(kept)}-{rank}", shared=True, size=words, dtype=torch.int64)
 
-    symmetric.find_obstacle, symmetric.allocate, symmetric._MIN_WORDS = lambda device: None, allocate, min_words
+    def meet(memory, members):
+        inboxes = [memory if rank == members.rank else map_file(rank, len(memory)) for rank in range(members.ranks)]
+        kept.append(inboxes)
+        # As if each were a part of something larger, which begins elsewhere on every rank.
+        return None, [x.data_ptr() - 64 * (rank + 1) for rank, x in enumerate(inboxes)]
+
+    symmetric.refuse_device, symmetric._MIN_WORDS = lambda device: None, min_words
+    symmetric.allocate, symmetric.meet = lambda words, device: map_file(dist.get_rank(), words), meet
     return kept
 
 

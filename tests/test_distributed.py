@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from ranks import assert_all_pass, reach_each_other_through_files, run_checks, run_ranks
 
 from flash_decoding import flash_decode, quantize_kv, reference
-from flash_decoding.distributed import Contiguous, Interleaved, context_parallel_decode
+from flash_decoding.distributed import (
+    Contiguous,
+    Interleaved,
+    context_parallel,
+    context_parallel_decode,
+    symmetric,
+)
 from flash_decoding.distributed.agreement import find_members
 
 BATCH, HEADS_Q, HEADS_KV, DIM = 3, 12, 4, 32
@@ -279,6 +285,8 @@ def check_into_given(rank, ranks):
         assert got[0] is out
         assert got[1] is lse
         assert_whole(rank, ranks, whole, out, lse)
+        with pytest.raises(ValueError, match=r"out must have shape \[3, 12, 2, 24\], got \[1, 12, 2, 24\]"):
+            decode_in_shards(rank, ranks, whole, Interleaved(), out=out[:1], lse=lse, communicate=communicate)
         others = [make_whole(2, dict(kv_lens=LENS), torch.float32, max(LENS)) for _ in range(3)]
         pending = [
             decode_in_shards(rank, ranks, other, Interleaved(), async_op=True, communicate=communicate)
@@ -374,26 +382,46 @@ def check_on_triton(rank, ranks):
 
 def check_exchange(rank, ranks):
     """States pushed into each other's memory, here files: options, outputs, and calls of any size one after another."""
-    inboxes = reach_each_other_through_files(min_words=20000)
+    inboxes = reach_each_other_through_files(min_words=8000)
+    context_parallel._Session._make_floats = lambda _, *shape: torch.full(shape, math.nan)
     how = dict(backend="triton", communicate="symmetric_memory")
-    for name, dtype, layout, output in (
-        ("plain", torch.float32, "bhnd", "replicated"), ("everything", torch.float16, "bhnd", "heads"),
-        ("tokens-alibi", torch.float32, "bnhd", "replicated"), ("sinks", torch.bfloat16, "bnhd", "heads"),
+    small = make_whole(1, dict(kv_lens=LENS, softcap=2.0), torch.float32, max(LENS))
+    for name, dtype, layout, output, shard, more in (
+        ("sinks", torch.bfloat16, "bnhd", "heads", Interleaved(), {}),
+        ("window-start", torch.float16, "bhnd", "replicated", Interleaved(), {}),
+        ("tokens-window", torch.float32, "bnhd", "replicated", Interleaved(2), {}),
+        ("lens", torch.float32, "bhnd", "heads", Interleaved(8), dict(split_size=64)),  # states that nobody writes
     ):  # fmt: skip
         q_len, options = OPTIONS[name]
-        whole = make_whole(q_len, options, dtype, max(LENS) // ranks * ranks if name == "plain" else max(LENS))
-        out, lse = decode_in_shards(rank, ranks, whole, Interleaved(), output=output, layout=layout, **how)
+        whole = make_whole(q_len, options, dtype, max(LENS))
+        out, lse = decode_in_shards(rank, ranks, whole, shard, output=output, layout=layout, **more, **how)
         assert_whole(rank, ranks, whole, out, lse, output, layout)
-    assert len(inboxes) == 2  # the first was too small for the third call
+        # A call that keeps the inbox which it had first.
+        assert_whole(rank, ranks, small, *decode_in_shards(rank, ranks, small, Interleaved(), **how))
+    assert len(inboxes) == 2, "the first was too small for the third call"
+
+    allocate = symmetric.allocate
+
+    def fail(words, device):
+        if rank == 1:
+            raise RuntimeError("out of memory")
+        return allocate(words, device)
+
+    symmetric.allocate = fail
+    large = make_whole(8, dict(kv_lens=LENS), torch.float32, max(LENS))
+    with pytest.raises(ValueError, match=r"not be 'symmetric_memory' here: out of memory \(on rank 1\)"):
+        decode_in_shards(rank, ranks, large, Interleaved(), **how)
+    symmetric.allocate = allocate
+
     memory = find_members(None).memory[torch.device("cpu")]
-    memory.take(1, 1).counters.fill_(2**31 - 2)  # they pass the largest number of 32 bits
-    others = [make_whole(2, dict(kv_lens=LENS), torch.float32, max(LENS)) for _ in range(3)]
+    # They pass the largest number of 32 bits; even, as the number of the last call was, since halves take turns.
+    memory.take(find_members(None), 1, 1).counters.fill_(2**31 - 2)
+    others = [make_whole(1, dict(kv_lens=LENS, window=5), torch.float32, max(LENS)) for _ in range(3)]
     pending = [decode_in_shards(rank, ranks, other, Interleaved(), async_op=True, **how) for other in others]
     for other, one in reversed(list(zip(others, pending, strict=True))):
+        assert one.communicate == "symmetric_memory"
         assert_whole(rank, ranks, other, *one.wait())
-    out, lse = decode_in_shards(rank, ranks, others[0], Interleaved(), backend="triton", communicate="all_gather")
-    assert max_error(out, pending[0].wait()[0]) < 1e-6
-    calls = [dict(softcap=softcap, **how) for softcap in (1.0, 2.0)]  # alike but for what they mean
+    calls = [dict(softcap=softcap, **how) for softcap in (1.0, 3.0)]  # alike but for what they mean
     for call in calls:
         decode_in_shards(rank, ranks, others[0], Interleaved(), **call)
     out, _ = decode_in_shards(rank, ranks, others[0], Interleaved(), **calls[rank == 0])
@@ -404,7 +432,7 @@ def check_no_reach(rank, ranks):
     """Ranks without GPUs, and no choice left."""
     q, kv = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 3, 16)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"^communicate must not be 'symmetric_memory' .* tensors are on cpu"):
+        with pytest.raises(ValueError, match=r"^communicate must not be 'symmetric_memory' here: tensors are on cpu"):
             context_parallel_decode(q, kv, kv, communicate="symmetric_memory")
 
 
@@ -421,9 +449,33 @@ def check_streams(rank, ranks):
             results.append(
                 decode_in_shards(rank, ranks, whole, Interleaved(), communicate="symmetric_memory", group=group)
             )
+    with torch.cuda.stream(streams[0]):
+        pending = decode_in_shards(
+            rank, ranks, whole, Interleaved(), communicate="symmetric_memory", async_op=True
+        )  # fmt: skip
+    with torch.cuda.stream(streams[1]):
+        results.append(tuple(x.clone() for x in pending.wait()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=streams[0], capture_error_mode="thread_local"):
+        streams[1].wait_stream(streams[0])
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                results.append(decode_in_shards(rank, ranks, whole, Interleaved(), communicate="symmetric_memory"))
+        streams[0].wait_stream(streams[1])
+    for _ in range(3):
+        graph.replay()
     torch.cuda.synchronize()
     assert_whole(rank, ranks, whole, *results[0])
     assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
+
+
+def check_many_wide_rows(rank, ranks):
+    """More rows than programs, and so wide that a program has several warps."""
+    q, k, v = (torch.randn(40, *shape, 576).to(torch.bfloat16) for shape in ((32, 1), (1, 16), (1, 16)))
+    v = v[..., :512].contiguous()
+    part = slice(8 * rank, 8 * rank + 8)
+    out = context_parallel_decode(q, k[:, :, part], v[:, :, part], communicate="symmetric_memory")
+    assert_matches(out, None, q, k, v, atol=2e-2)
 
 
 def check_graph(rank, ranks, communicate):
@@ -545,6 +597,7 @@ def test_two_gpus_are_one():
         "device": (check_wrong_device, ()), "ways": (check_ways_agree, (torch.bfloat16,)),
         "graph": (check_graph, ("reduce_scatter",)), "exchange-graph": (check_graph, ("symmetric_memory",)),
         "large": (check_large_scores, ()), "streams": (check_streams, ()),
+        "wide": (check_many_wide_rows, ()),
     }  # fmt: skip
     assert_all_pass(run_ranks(2, run_checks, checks, device="cuda", seconds=100, group_seconds=60))
 
@@ -559,6 +612,16 @@ def test_the_kernel_that_merges_ranks_compiles_and_does_not_spill(dtype, is_last
     built = compile_partials(dtype, 128, 8, arch, is_last=is_last)
     assert built.spills == 0
     assert built.stack_bytes == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_reduce_kernel_lets_the_exchange_kernel_start(arch):
+    pytest.importorskip("triton")
+    from compiling import compile_reduce
+
+    built = compile_reduce(torch.float32, 128, 8, 1, arch, is_last=False)
+    assert (built.spills, built.stack_bytes) == (0, 0)
+    assert ("griddepcontrol.launch_dependents" in built.ptx) == (arch >= 90)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])

@@ -243,9 +243,11 @@ def _select(x: Tensor, chosen: list[Tensor], axis: int) -> Tensor:
         whole = [len(tokens) in (0, most) for tokens in chosen]
         if all(whole):
             return x
-    at = [[*tokens.tolist(), *[0] * (most - len(tokens))] for tokens in chosen]
+    at = torch.zeros(len(chosen), most, dtype=torch.long, device="cpu")
+    for row, tokens in zip(at, chosen, strict=True):
+        row[: len(tokens)] = tokens
     shape = [len(chosen), 1, 1, x.shape[3]]
     shape[3 - axis] = x.shape[3 - axis]
     shape[axis] = most
-    index = upload(at, x.device, torch.long).view([len(chosen), *[most if i == axis else 1 for i in (1, 2)], 1])
+    index = upload(at, x.device).view([len(chosen), *[most if i == axis else 1 for i in (1, 2)], 1])
     return x.gather(axis, index.expand(shape))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from flash_decoding.distributed.request import (
     Request,
     capacity_of,
     facts_of,
+    find_output_errors,
     find_refusals,
     knows_positions,
     needs_no_positions,
@@ -114,8 +116,8 @@ def context_parallel_decode(
         output: "replicated": every rank gets all heads. "heads": rank r of R gets heads r Hq / R to (r + 1) Hq / R.
         communicate: "symmetric_memory" (NVIDIA GPUs of one host), "all_gather", "reduce_scatter" (over heads, Hq a
             multiple of R) or "auto", by cost.choose_way().
-        async_op: return a PendingDecode as soon as the states are under way; its wait() merges them. With symmetric
-            memory the current stream does both, and wait() has nothing to do.
+        async_op: return a PendingDecode as soon as the states are under way; its wait() merges them. Through symmetric
+            memory the current stream does both, and the stream of wait() waits for it.
         kv_lens: [B], keys per whole sequence. None means that the shards are full: together they are the sequences.
             Shapes of shards may change from call to call where kv_lens or positions don't depend on them; otherwise
             they change on all ranks in the same call.
@@ -187,8 +189,8 @@ class _Session:
     """A signature that all ranks agreed on: sizes, positions, the way of communicating and the memory for it."""
 
     def __init__(self, members: Members, request: Request, place: Place | None, capacities: list[int]) -> None:
-        self.members, self.place, self.capacities = members, place, capacities
-        self.number = len(members.agreed)  # the same on all ranks, as they agree in the same order
+        self._members, self.place, self.capacities = ref(members), place, capacities
+        self.number = len(members.agreed) + 1  # the same on all ranks, as they agree in the same order
         heads, length = (1, 2) if request.layout == "bhnd" else (2, 1)
         self.batch, self.heads_q, self.q_len = request.q.shape[0], request.q.shape[heads], request.q.shape[length]
         self.value_dim, self.dtype, self.device = value_dim_of(request), request.q.dtype, request.q.device
@@ -204,6 +206,12 @@ class _Session:
         self.fixed = self._localise(request) if place is not None and not arrays else None
         self._kept: dict[int, _Buffers] = {}
 
+    @property
+    def members(self) -> Members:
+        members = self._members()
+        assert members is not None, "the caller has them"
+        return members
+
     def _choose_way(self, request: Request) -> tuple[str, Inbox | None]:
         """How states travel, and where they arrive in symmetric memory; the same way on every rank."""
         members, way = self.members, request.communicate
@@ -216,14 +224,11 @@ class _Session:
         memory = members.memory.get(self.device)
         if memory is None:
             memory = members.memory[self.device] = SymmetricMemory(members, self.device)
-        inbox = memory.take(self.batch * self.heads_out * self.q_len, self.value_dim)
+        inbox = memory.take(members, self.batch * self.heads_out * self.q_len, self.value_dim)
         if isinstance(inbox, Inbox):
             return way, inbox
         if request.communicate != "auto":
-            raise ValueError(
-                "communicate must not be 'symmetric_memory' where ranks do not reach each other's memory, got it while "
-                f"{inbox}"
-            )
+            raise ValueError(f"communicate must not be 'symmetric_memory' here: {inbox}")
         return choose_way(*sizes), None
 
     def start(self, request: Request, async_op: bool) -> PendingDecode:
@@ -240,10 +245,17 @@ class _Session:
         if self.inbox is not None:
             self.members.memory[self.device].follow()
             find_backend(request).exchange_states(
-                buffers.state, self.inbox, out.transpose(1, 2) if request.layout == "bnhd" else out, lse,
-                sinks=request.sinks, scatter=request.output == "heads", signature=self.number,
+                buffers.state, self.inbox, _heads_first(request, out), lse, sinks=request.sinks,
+                scatter=request.output == "heads", signature=self.number,
             )  # fmt: skip
-            return PendingDecode(self.way, lambda: _result(request, out, lse))
+            done = torch.cuda.current_stream().record_event() if async_op and self.device.type == "cuda" else None
+
+            def follow() -> Tensor | tuple[Tensor, Tensor]:
+                if done is not None:
+                    torch.cuda.current_stream(self.device).wait_event(done)
+                return _result(request, out, lse)
+
+            return PendingDecode(self.way, follow)
         if self.way == "all_gather":
             work = _all_gather(buffers.received.view(-1), buffers.own, group=self.members.group, async_op=async_op)
         else:
@@ -270,7 +282,7 @@ class _Session:
         self, request: Request, states: Partial, out: Tensor, lse: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Merge states of the heads that this rank keeps into the result."""
-        self._merge(request, states, self.first_out, out.transpose(1, 2) if request.layout == "bnhd" else out, lse)
+        self._merge(request, states, self.first_out, _heads_first(request, out), lse)
         return _result(request, out, lse)
 
     def _merge(self, request: Request, states: Partial, first_head: int, out: Tensor, lse: Tensor | None) -> None:
@@ -295,7 +307,7 @@ class _Session:
         self._merge(request, states, self.members.rank * heads, message[:floats].view(sizes), part)
         gathered = torch.empty((ranks, message.numel()), dtype=dtype, device=self.device)
         _all_gather(gathered.view(-1), message, group=self.members.group)
-        view = out.transpose(1, 2) if request.layout == "bnhd" else out
+        view = _heads_first(request, out)
         whole = gathered[:, :floats].view(ranks, *sizes).transpose(0, 1)  # [B, ranks, heads, Lq, Dv]
         view.unflatten(1, (ranks, heads)).copy_(whole)
         if lse is not None:
@@ -335,6 +347,8 @@ class _Session:
 
     def _make_outputs(self, request: Request) -> tuple[Tensor, Tensor | None]:
         """out in the layout of the call, and lse where it is wanted."""
+        for error in find_output_errors(request, self.heads_out):
+            raise error
         shape, lse = (self.batch, self.heads_out, self.q_len), request.lse
         out = request.out
         if out is None:
@@ -369,6 +383,11 @@ class _Session:
 
     def _make_floats(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+
+def _heads_first(request: Request, out: Tensor) -> Tensor:
+    """out as [B, Hq, Lq, Dv]."""
+    return out.transpose(1, 2) if request.layout == "bnhd" else out
 
 
 def _result(request: Request, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:

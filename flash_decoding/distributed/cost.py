@@ -39,6 +39,10 @@ class Link:
     compute_capability: str | None  # of the GPUs that come with it
     source: str
 
+    @property
+    def is_nvlink(self) -> bool:
+        return self.key.startswith("nvlink")
+
 
 @dataclass(frozen=True, slots=True)
 class Network:
@@ -129,9 +133,17 @@ def communication_us(
     return first + sum(collective_us(ranks, more, network) for more in received[1:])
 
 
+def merge_us(way: str, output: str, ranks: int, rows: int, value_dim: int, gb_per_s: float) -> float:
+    """Time of the merge behind a collective; the exchange kernel has merged already."""
+    if way == "symmetric_memory":
+        return 0.0
+    read = ranks * state_bytes(rows, value_dim) // (ranks if way == "reduce_scatter" or output == "heads" else 1)
+    return _MERGE_US + read / (gb_per_s * 1e3)
+
+
 def choose_way(
     output: str, ranks: int, heads_q: int, rows: int, value_dim: int, itemsize: int, network: Network | None = None,
-    *, reach: bool = False,
+    *, reach: bool = False, gb_per_s: float = 3000.0,
 ) -> str:  # fmt: skip
     """The rule: of the ways that there are, the one with the shorter predicted communication, merge included.
 
@@ -143,18 +155,19 @@ def choose_way(
     Args:
         heads_q: must be a multiple of ranks for the second way.
         network: what connects the ranks; None: NVLink 4, and InfiniBand beyond 8 ranks.
-        reach: whether the ranks of a host reach each other's memory.
+        reach: whether the ranks of a host reach each other's memory, as GPUs do through NVLink.
+        gb_per_s: at which the states are read from memory by the merge.
     """
     used = find_network("nvlink4") if network is None else network
     ways = ["all_gather"]
     if heads_q % ranks == 0:
         ways.append("reduce_scatter")
-    if reach and ranks <= used.gpus_per_host:
+    if reach and ranks <= used.gpus_per_host and used.inside.is_nvlink:
         ways.append("symmetric_memory")
 
     def predict(way: str) -> float:
         travel = communication_us(way, output, ranks, rows, value_dim, itemsize, used)
-        return travel + (0.0 if way == "symmetric_memory" else _MERGE_US)
+        return travel + merge_us(way, output, ranks, rows, value_dim, gb_per_s)
 
     return min(ways, key=predict)
 
@@ -187,11 +200,10 @@ def predict_ranks(
     """
     if ranks == 1:
         return RankPrediction(1, keys, decode_us, "none", 0.0, 0.0)
-    way = choose_way("replicated", ranks, heads_q, rows, value_dim, itemsize, network, reach=True)
-    travel = communication_us(way, "replicated", ranks, rows, value_dim, itemsize, network)
-    states = ranks * state_bytes(rows, value_dim) // (ranks if way == "reduce_scatter" else 1)
-    merge = 0.0 if way == "symmetric_memory" else _MERGE_US + states / (gb_per_s * 1e3)
-    return RankPrediction(ranks, keys, decode_us, way, travel, merge)
+    sizes = "replicated", ranks, rows, value_dim
+    way = choose_way(*sizes[:2], heads_q, *sizes[2:], itemsize, network, reach=True, gb_per_s=gb_per_s)
+    travel = communication_us(way, *sizes, itemsize, network)
+    return RankPrediction(ranks, keys, decode_us, way, travel, merge_us(way, *sizes, gb_per_s))
 
 
 def find_turning_point(predictions: list[RankPrediction]) -> RankPrediction:

@@ -19,7 +19,7 @@ from flash_decoding.distributed.sharding import (
     find_position_errors,
     parse_shard,
 )
-from flash_decoding.problem import Call, find_errors, has_codes, sides_of
+from flash_decoding.problem import Call, find_errors, find_result_errors, has_codes, sides_of
 from flash_decoding.quantization import element_width
 from flash_decoding.workspace import Workspace
 
@@ -171,7 +171,7 @@ def find_refusals(members: Members, request: Request) -> Iterator[Exception]:
     if heads_q % members.ranks and (request.output == "heads" or request.communicate == "reduce_scatter"):
         yield ValueError(f"heads_q must be a multiple of the {members.ranks} ranks to be split, got {heads_q}")
     yield from find_position_errors(shard, members.ranks, Sequences(q_len=q_len, **request.sequence))
-    yield from _find_output_errors(request, heads_q // (members.ranks if request.output == "heads" else 1))
+    yield from find_output_errors(request, heads_q // (members.ranks if request.output == "heads" else 1))
 
 
 def _find_array_errors(name: str, x: object, device: torch.device, batch: int) -> Iterator[Exception]:
@@ -186,21 +186,16 @@ def _find_array_errors(name: str, x: object, device: torch.device, batch: int) -
         yield ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
 
 
-def _find_output_errors(request: Request, heads: int) -> Iterator[Exception]:
-    """out and lse, held against what comes out."""
+def find_output_errors(request: Request, heads: int) -> Iterator[Exception]:
+    """out and lse, held against what comes out, and sinks; what may differ between calls of one signature."""
+    if request.sinks is not None and not request.sinks.is_contiguous():
+        yield ValueError(f"sinks must be contiguous, got stride {request.sinks.stride(0)}")
+    if request.out is request.lse is None:
+        return
     batch, q_len = request.q.shape[0], request.q.shape[2 if request.layout == "bhnd" else 1]
     middle = (heads, q_len) if request.layout == "bhnd" else (q_len, heads)
-    for name, x, dtype, shape in (
-        ("out", request.out, request.q.dtype, (batch, *middle, value_dim_of(request))),
-        ("lse", request.lse, torch.float32, (batch, heads, q_len)),
-    ):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
+    for name, x in (("out", request.out), ("lse", request.lse)):
+        if x is not None and not isinstance(x, Tensor):
             yield TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
-        elif x.dtype != dtype:
-            yield TypeError(f"{name} must be {dtype}, got {x.dtype}")
-        elif x.shape != shape:
-            yield ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-        elif x.device != request.q.device:
-            yield ValueError(f"{name} must be on the device of q, {request.q.device}, got {x.device}")
+    out_shape = batch, *middle, value_dim_of(request)
+    yield from find_result_errors(request.q, request.out, request.lse, out_shape, (batch, heads, q_len))

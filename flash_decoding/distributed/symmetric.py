@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,84 +29,120 @@ class SymmetricMemory:
     """The inboxes of a group on a device. All ranks make it, and take from it, in the same order."""
 
     def __init__(self, members: Members, device: torch.device) -> None:
-        self._members, self._device = members, device
-        self._inboxes: list[tuple[Inbox, Tensor]] = []  # with their memory, whose addresses CUDA graphs may hold
-        self._stream: Any = None
-        notes = members.exchange({"obstacle": find_obstacle(device), "host": _name_host()})
-        obstacles = [note["obstacle"] for note in notes if note["obstacle"] is not None]
-        if len({note["host"] for note in notes}) > 1:
-            obstacles.append("the ranks are on several hosts")
-        self._obstacle: str | None = next(iter(obstacles), None)
+        self._device = device
+        self._inboxes: list[tuple[Inbox, Any]] = []  # with what owns their memory, whose addresses CUDA graphs may hold
+        self._last: dict[bool, Any] = {}  # the stream of the last call, by whether it was captured
+        obstacle, hosts = _do_on_all(members, lambda: _name_host(device))
+        several = obstacle is None and len(set(hosts)) > 1
+        self._obstacle = "the ranks are on several hosts" if several else obstacle
 
-    def take(self, rows: int, value_dim: int) -> Inbox | str:
+    def take(self, members: Members, rows: int, value_dim: int) -> Inbox | str:
         """An inbox for the states of so many rows that each rank keeps, or why there can be none."""
-        need = self._members.ranks * rows * (value_dim + INBOX_ROW_WORDS)
-        if self._obstacle is None and 2 * need > _MAX_WORDS:
-            return f"the states of {rows} query rows from {self._members.ranks} ranks take more than 16 GB"
-        if self._obstacle is None and (not self._inboxes or self._inboxes[-1][0].half < need):
-            self._obstacle = self._grow(need)
-        return self._inboxes[-1][0] if self._obstacle is None else self._obstacle
+        need = members.ranks * rows * (value_dim + INBOX_ROW_WORDS)
+        if self._obstacle is not None:
+            return self._obstacle
+        if 2 * need > _MAX_WORDS:
+            return f"the states of {rows} query rows from {members.ranks} ranks take more than 16 GB"
+        if not self._inboxes or self._inboxes[-1][0].half < need:
+            failure = self._grow(members, max(_MIN_WORDS, 2 ** math.ceil(math.log2(2 * need))))
+            if failure is not None:
+                return failure
+        return self._inboxes[-1][0]
 
     def follow(self) -> None:
-        """Let the current stream wait for the calls before, wherever they were; they share the inbox.
+        """Let the current stream wait for the calls before, whose inbox it shares.
 
-        A captured call follows those of its own graph, and whoever replays graphs orders them.
+        A captured call follows those of its own graph; whoever replays graphs orders them.
         """
-        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if self._device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self._device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        captured, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(self._device)
+        last = self._last.get(captured)
+        if last is not None and last != stream and _is_capturing(last) == captured:
+            stream.wait_stream(last)
+        self._last[captured] = stream
 
-    def _grow(self, need: int) -> str | None:
+    def _grow(self, members: Members, words: int) -> str | None:
         """Make a larger inbox, on every rank now; returns why that failed."""
-        members, failure = self._members, None
-        words = max(_MIN_WORDS, 2 ** math.ceil(math.log2(2 * need)))
-        try:
-            memory, addresses = allocate(words, self._device, members)
-            memory.zero_()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        except Exception as error:  # whatever it is, the others must hear of it
-            failure = f"on rank {members.global_ranks[members.rank]}: {type(error).__name__}: {error}"
-        # Nobody writes into an inbox before its owner has cleared it.
-        for note in members.exchange({"failure": failure}):
-            if note["failure"] is not None:
-                return note["failure"]
-        timeout_ms = _timeout_of(members, self._device) // timedelta(milliseconds=1)
+        device = self._device
+        made: dict[str, Any] = {}
+
+        def make_memory() -> None:
+            made["memory"] = memory = allocate(words, device)
+            made["counters"] = torch.zeros(INBOX_PROGRAMS, dtype=torch.int32, device=device)
+            memory.zero_()  # before anybody may write there
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        def meet_others() -> int:
+            made["owner"], made["bases"] = meet(made["memory"], members)
+            # The memory may be a part of what was allocated, another part on every rank.
+            return made["memory"].data_ptr() - made["bases"][members.rank]
+
+        failure, _ = _do_on_all(members, make_memory)
+        if failure is None:
+            failure, offsets = _do_on_all(members, meet_others)
+        if failure is not None:
+            return failure
+        addresses = [base + offset for base, offset in zip(made["bases"], offsets, strict=True)]
+        timeout_ms = min(_timeout_of(members, device) // timedelta(milliseconds=1), 2**31 - 1)
         inbox = Inbox(
-            torch.tensor(addresses, dtype=torch.int64, device=self._device), words // 2,
-            torch.zeros(INBOX_PROGRAMS, dtype=torch.int32, device=self._device), members.rank,
-            min(timeout_ms, 2**31 - 1),
+            torch.tensor(addresses, dtype=torch.int64, device=device), words // 2, made["counters"], members.rank,
+            timeout_ms,
         )  # fmt: skip
-        self._inboxes.append((inbox, memory))
+        self._inboxes.append((inbox, (made["memory"], made["owner"])))
         return None
 
 
-def find_obstacle(device: torch.device) -> str | None:
-    """Why this process can have no symmetric memory on a device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"tensors are on {device.type}, not on NVIDIA GPUs"
+def _do_on_all(members: Members, work: Callable[[], Any]) -> tuple[str | None, list[Any]]:
+    """Do something on every rank: why it failed on the first rank on which it did, and what came out on each.
+
+    Whatever fails on one rank, all hear of it, before the next step would wait for that rank.
+    """
+    failure = value = None
     try:
-        from torch.distributed._symmetric_memory import rendezvous  # noqa: F401
-    except ImportError:
-        return f"torch {torch.__version__} has no symmetric memory"
-    return None
+        value = work()
+    except Exception as error:
+        failure = f"{error} (on rank {members.global_ranks[members.rank]})"
+    notes = members.exchange({"failure": failure, "value": value})
+    return next((note["failure"] for note in notes if note["failure"]), None), [note["value"] for note in notes]
 
 
-def allocate(words: int, device: torch.device, members: Members) -> tuple[Tensor, list[int]]:
-    """Words of 64 bits on every rank: this rank's, and the addresses at which this process reaches all ranks'."""
+def _is_capturing(stream: Any) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def allocate(words: int, device: torch.device) -> Tensor:
+    """Words of 64 bits of this rank, for others to reach."""
     from torch.distributed import _symmetric_memory
 
-    memory = _symmetric_memory.empty(words, dtype=torch.int64, device=device)
-    return memory, list(_symmetric_memory.rendezvous(memory, members.group).buffer_ptrs)
+    return _symmetric_memory.empty(words, dtype=torch.int64, device=device)
 
 
-def _name_host() -> str:
-    """The same for processes that run under one kernel."""
+def meet(memory: Tensor, members: Members) -> tuple[Any, list[int]]:
+    """What keeps the mapping, and where this process finds what each rank allocated."""
+    from torch.distributed import _symmetric_memory
+
+    handle = _symmetric_memory.rendezvous(memory, members.group)
+    return handle, list(handle.buffer_ptrs)
+
+
+def _name_host(device: torch.device) -> str:
+    """The same for processes that run under one kernel; raises where a process can have no symmetric memory."""
+    refuse_device(device)
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def refuse_device(device: torch.device) -> None:
+    """Raise where there is no symmetric memory."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise ValueError(f"tensors are on {device.type}, not on NVIDIA GPUs")
+    try:
+        from torch.distributed._symmetric_memory import rendezvous  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"torch {torch.__version__} has no symmetric memory") from error
 
 
 def _timeout_of(members: Members, device: torch.device) -> timedelta:

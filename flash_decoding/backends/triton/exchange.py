@@ -126,13 +126,14 @@ def _receive(boxes, dv, in_r, in_dv, call, timeout_ms, signature, DV: tl.constex
                 if tl.extra.cuda.globaltimer() - start > timeout_ms.to(tl.int64) * 1000000:
                     _trap()  # a rank is lost
     strange = tl.max((in_r & (theirs.to(tl.int32) != signature)).to(tl.int32), 0)
-    m = tl.where(in_r, _payload(m), float("-inf"))
+    m, l = tl.where(in_r, _payload(m), float("-inf")), _payload(l)
     if INTERPRETED:  # where nothing can be trapped
         m = tl.where(strange > 0, float("nan"), m)
     else:
         if strange > 0:
             _trap()  # the ranks made different calls
-    return m, _payload(l), _payload(acc)
+    # A state without keys may have an acc that nobody wrote.
+    return m, l, tl.where((l > 0.0)[:, None], _payload(acc), 0.0)
 
 
 @triton.jit
