@@ -62,6 +62,7 @@ OPTIONS = {
     "tokens-start": (5, dict(kv_lens=LENS, kv_start=[3, 0, 34], window=20)),
     "tokens-alibi": (5, dict(kv_lens=LENS, alibi_slopes=SLOPES)),
     "tokens-alibi-window": (5, dict(kv_lens=LENS, alibi_slopes=SLOPES, window=4, q_lens=[2, 5, 4], kv_start=[1, 0, 3])),
+    "tokens-alibi-nobody": (5, dict(kv_lens=LENS, alibi_slopes=SLOPES, window=0, q_lens=[1, 0, 0])),
     "tokens-alibi-mask": (3, dict(kv_lens=LENS, alibi_slopes=SLOPES, key_mask=True)),
     "tree": (6, dict(kv_lens=LENS, tree_mask=tree)),
     "tree-one": (1, dict(kv_lens=LENS, tree_mask=lambda _: torch.tensor([[[True]], [[True]], [[False]]]))),

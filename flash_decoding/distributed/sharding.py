@@ -286,10 +286,11 @@ def _by_token(place: Place, s: Sequences) -> LocalCall:
     own = (s.kv_lens[:, None] - tokens) + t  # [B, Lq]
     end = place.count(own + 1)
     distance = own - place.position(end - 1)
-    if s.q_lens is not None:
-        end = end.masked_fill(t >= tokens, 0)
     start = None if s.kv_start is None else s.kv_start[:, None].expand(own.shape)
     start = _start(place, start, None if s.window is None else own - s.window)
+    if s.q_lens is not None:  # tokens that are not there lie past all keys, and see none
+        end = end.masked_fill(t >= tokens, 0)
+        start = None if start is None else start.masked_fill(t >= tokens, 0)
     assert s.alibi_slopes is not None, "the reason for this way"
     dtype = s.kv_lens.dtype
     options = {
