@@ -323,6 +323,7 @@ def choose_plan(
             larger = enlarge_tile(tile, element_size, shared_memory, paged=paged, parts=parts, scales=scales)
             if larger is not None and problems * kv_len >= _KEYS_OF_A_LONG_CACHE * processors:
                 tile = larger
+        # Settings of the table are measured on other calls.
         if not paged and not ragged and _FULL * processors <= problems <= processors:
             alone = stand_alone(tile, element_size, shared_memory, parts)
             if alone is not None:

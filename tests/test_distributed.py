@@ -397,8 +397,8 @@ def check_exchange(rank, ranks):
         whole = make_whole(q_len, options, dtype, max(LENS))
         out, lse = decode_in_shards(rank, ranks, whole, shard, output=output, layout=layout, **more, **how)
         assert_whole(rank, ranks, whole, out, lse, output, layout)
-        # A call that keeps the inbox which it had first.
-        assert_whole(rank, ranks, small, *decode_in_shards(rank, ranks, small, Interleaved(), **how))
+        if name in ("sinks", "tokens-window"):  # the second time with the inbox which the call had first
+            assert_whole(rank, ranks, small, *decode_in_shards(rank, ranks, small, Interleaved(), **how))
     assert len(inboxes) == 2, "the first was too small for the third call"
 
     allocate = symmetric.allocate
@@ -409,7 +409,7 @@ def check_exchange(rank, ranks):
         return allocate(words, device)
 
     symmetric.allocate = fail
-    large = make_whole(8, dict(kv_lens=LENS), torch.float32, max(LENS))
+    large = make_whole(16, dict(kv_lens=LENS), torch.float32, max(LENS))
     with pytest.raises(ValueError, match=r"not be 'symmetric_memory' here: out of memory \(on rank 1\)"):
         decode_in_shards(rank, ranks, large, Interleaved(), **how)
     symmetric.allocate = allocate
@@ -417,7 +417,7 @@ def check_exchange(rank, ranks):
     memory = find_members(None).memory[torch.device("cpu")]
     # They pass the largest number of 32 bits; even, as the number of the last call was, since halves take turns.
     memory.take(find_members(None), 1, 1).counters.fill_(2**31 - 2)
-    others = [make_whole(1, dict(kv_lens=LENS, window=5), torch.float32, max(LENS)) for _ in range(3)]
+    others = [make_whole(1, dict(kv_lens=LENS, window=5), torch.float32, max(LENS)) for _ in range(2)]
     pending = [decode_in_shards(rank, ranks, other, Interleaved(), async_op=True, **how) for other in others]
     for other, one in reversed(list(zip(others, pending, strict=True))):
         assert one.communicate == "symmetric_memory"
@@ -587,7 +587,7 @@ def test_two_ranks_in_the_interpreter(target):
 def test_ranks_that_reach_each_other_in_the_interpreter(target):
     if target != ("triton", "cpu"):
         pytest.skip("needs TRITON_INTERPRET=1; the other tests start the other backends")
-    assert_all_pass(run_ranks(3, run_checks, {"exchange": (check_exchange, ())}))
+    assert_all_pass(run_ranks(2, run_checks, {"exchange": (check_exchange, ())}))
 
 
 @pytest.mark.gpu

@@ -349,7 +349,7 @@ def test_timed_calls_compute_attention(target, sample, setting):
     size = sample.cache_bytes // tile_sweep.ELEMENT_SIZE
     caches = [torch.randn(size, dtype=torch.float16, device=target.device) for _ in range(2)]
     for problem in make_problems(sample, caches):
-        plan = plan_sample(sample, Device(4, RTX4060.shared_memory), setting)
+        plan = plan_sample(sample, Device(6, RTX4060.shared_memory), setting)
         if setting is not None:
             assert plan.tile.block_n == 16
             assert (plan.at_once is not None) == (sample.kv_len == 160), "long enough to be cut into pieces"
@@ -378,7 +378,7 @@ class TestTimer:
         return tile_sweep.GpuTimer([tile_sweep.Target(key, self.SAMPLES, ())], method, target.device)
 
     def plans(self, sample):
-        device = Device(4, RTX4060.shared_memory)
+        device = Device(6, RTX4060.shared_memory)
         return [
             plan_sample(sample, device, setting)
             for setting in (Setting(64, 2, 2, 1), Setting(16, 2, 2, 2), Setting(32, 4, 2, 1))
