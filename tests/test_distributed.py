@@ -386,6 +386,8 @@ def check_exchange(rank, ranks):
     inboxes = reach_each_other_through_files(min_words=8000)
     context_parallel._Session._make_floats = lambda _, *shape: torch.full(shape, math.nan)
     how = dict(backend="triton", communicate="symmetric_memory")
+    nobody, kv = torch.randn(0, 4, 1, 16), torch.randn(0, 2, 3, 16)
+    assert context_parallel_decode(nobody, kv, kv, **how).shape == nobody.shape
     small = make_whole(1, dict(kv_lens=LENS, softcap=2.0), torch.float32, max(LENS))
     for name, dtype, layout, output, shard, more in (
         ("sinks", torch.bfloat16, "bnhd", "heads", Interleaved(), {}),

@@ -6,7 +6,6 @@ serves all calls of a group, which follow one another; a larger one is made when
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,7 +43,7 @@ class SymmetricMemory:
         if 2 * need > _MAX_WORDS:
             return f"the states of {rows} query rows from {members.ranks} ranks take more than 16 GB"
         if not self._inboxes or self._inboxes[-1][0].half < need:
-            failure = self._grow(members, max(_MIN_WORDS, 2 ** math.ceil(math.log2(2 * need))))
+            failure = self._grow(members, max(_MIN_WORDS, 1 << (2 * need - 1).bit_length()))
             if failure is not None:
                 return failure
         return self._inboxes[-1][0]
