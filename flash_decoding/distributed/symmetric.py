@@ -101,7 +101,7 @@ def _do_on_all(members: Members, work: Callable[[], Any]) -> tuple[str | None, l
     failure = value = None
     try:
         value = work()
-    except Exception as error:
+    except Exception as error:  # an import, an allocation or a driver call: none may leave the others waiting
         failure = f"{error} (on rank {members.global_ranks[members.rank]})"
     notes = members.exchange({"failure": failure, "value": value})
     return next((note["failure"] for note in notes if note["failure"]), None), [note["value"] for note in notes]
@@ -138,10 +138,6 @@ def refuse_device(device: torch.device) -> None:
     """Raise where there is no symmetric memory."""
     if device.type != "cuda" or torch.version.hip is not None:
         raise ValueError(f"tensors are on {device.type}, not on NVIDIA GPUs")
-    try:
-        from torch.distributed._symmetric_memory import rendezvous  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"torch {torch.__version__} has no symmetric memory") from error
 
 
 def _timeout_of(members: Members, device: torch.device) -> timedelta:
